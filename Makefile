@@ -1,0 +1,38 @@
+# make demo and make test set up .venv by themselves; a second run skips that.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: help setup demo test lint check clean
+
+help:
+	@echo "make setup   .venv with the command odcluster in it (a few minutes, once)"
+	@echo "make demo    train on handwritten digits, about a minute; writes runs/demo with a picture of the clusters"
+	@echo "make test    lint, types, import layers and tests, about three minutes"
+	@echo "make check   lint, types and import layers only"
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@echo "Setting up .venv: downloading and installing about 1 GB of packages, a few minutes, once."
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt ruff mypy pytest pytest-xdist import-linter -e .
+	@touch $(INSTALLED)
+
+demo: setup
+	@echo "Training on the handwritten digits of scikit-learn: about a minute on two cores."
+	$(BIN)/odcluster demo
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: check
+	@echo "Tests: about three minutes on two cores."
+	$(BIN)/pytest -n 2
+
+clean:
+	rm -rf .venv build *.egg-info

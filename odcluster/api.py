@@ -1,0 +1,240 @@
+"""The verbs as Python functions, with the same options as the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from odcluster.config import Config, changed, fingerprint
+from odcluster.data.loading import Cache, Loader
+from odcluster.data.order import num_steps
+from odcluster.data.randomness import Purpose
+from odcluster.data.sources import FileSource, PackedSource, Source, open_source
+from odcluster.errors import DataError, UserError
+from odcluster.explore.deliver import deliver
+from odcluster.methods.interface import Batch, Method
+from odcluster.methods.odc import ODC
+from odcluster.methods.rotation import Rotation
+from odcluster.models.backbones import Backbone, create_backbone
+from odcluster.models.weights import load_backbone_weights
+from odcluster.recipes import recipe as recipe_of
+from odcluster.training import checkpoint
+from odcluster.training.console import Console, duration
+from odcluster.training.devices import StopFlag, choose_device, seed_torch
+from odcluster.training.resolve import describe, resolve
+from odcluster.training.run import Run, RunLock, create_run, open_run
+from odcluster.training.survey import to_network
+from odcluster.training.trainer import Trainer
+
+METHODS: dict[str, type[ODC] | type[Rotation]] = {"odc": ODC, "rotation": Rotation}
+
+
+def train(
+    data: str | os.PathLike[str] | np.ndarray,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    recipe: str = "odc_small",
+    quiet: bool = False,
+    **options: Any,
+) -> Path:
+    """Train on images; returns the run directory. Options are those of `odcluster train --help-all`."""
+    return start(changed(recipe_of(recipe), **options), data, out, Console(quiet=quiet))
+
+
+def start(
+    config: Config,
+    data: str | os.PathLike[str] | np.ndarray,
+    out: str | os.PathLike[str] | None,
+    console: Console,
+) -> Path:
+    """A new run with this configuration. Nothing is written before everything that can be checked has been."""
+    path = Path(out) if out is not None else free_name(data)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists already: go on with `odcluster resume {path}`, or choose another --out")
+    source = open_source(data)
+    if not isinstance(data, np.ndarray):
+        config = dataclasses.replace(config, data=os.path.abspath(os.fspath(data)))
+    device = choose_device(config.device)
+    config, chosen = resolve(config, source, device)
+    manifest = source.manifest
+    console.say(f"{len(source):,} images ({manifest.kind}) in {manifest.root or 'memory'}")
+    for line in describe(config, chosen):
+        console.say(line)
+    if config.minutes is not None:
+        config = fit_epochs(config, source, device, console)
+    method = build_method(config, len(source), device, console)
+    run = create_run(path, config, manifest)
+    return execute(run, config, source, method, device, None, console)
+
+
+def resume(
+    run_path: str | os.PathLike[str],
+    *,
+    data: np.ndarray | None = None,
+    workers: int | None = None,
+    device: str | None = None,
+    quiet: bool = False,
+) -> Path:
+    """Go on with an interrupted run, exactly. `data` only for a run that was given an array in memory."""
+    console = Console(quiet=quiet)
+    run = open_run(Path(run_path))
+    config = run.config()
+    if workers is not None:
+        config = dataclasses.replace(config, workers=workers)
+    if data is None and not config.data:
+        raise UserError(f"{run.path} was trained on an array in memory: resume it from Python with data=...")
+    source = open_source(data if data is not None else config.data)
+    if difference := run.manifest().difference(source.manifest):
+        raise DataError(f"the images are not those of {run.path}. {difference} Restore them, or start a new run")
+    chosen_device = choose_device(device or config.device)
+    found = checkpoint.find(run.checkpoints, console.warn)
+    if found and found.state["config"] != fingerprint(config):
+        raise DataError(
+            f"{run.config_file} was changed since {found.path.name} was written; restore it, or start a new run"
+        )
+    console.say(
+        f"resuming {run.path} at step {found.state['step']}" if found else f"starting {run.path} from the beginning"
+    )
+    method = build_method(config, len(source), chosen_device, console, with_weights=found is None)
+    return execute(run, config, source, method, chosen_device, found, console)
+
+
+def execute(
+    run: Run,
+    config: Config,
+    source: Source,
+    method: Method,
+    device: torch.device,
+    found: checkpoint.Checkpoint | None,
+    console: Console,
+) -> Path:
+    """Train to the end and write what people take away."""
+    with RunLock(run), StopFlag() as stop, console:
+        console.log_to(run.log_file)
+        started = time.monotonic()
+        loader = build_loader(config, source, method, device, console, stop)
+        trainer = Trainer(method, loader, source.manifest, config, device, console, stop)
+        trainer.run(run, found)
+        console.say(f"done in {duration(time.monotonic() - started)}: {run.path}", style="bold")
+        for sentence in deliver(run, config, source, method):
+            console.say(f"  {sentence}")
+    return run.path
+
+
+def build_method(
+    config: Config, num_samples: int, device: torch.device, console: Console, with_weights: bool = True
+) -> Method:
+    """Backbone (random or from the given weights) and method, as the seed has it."""
+    assert config.backbone is not None
+    assert config.image_size is not None
+    seed_torch(config.seed, Purpose.WEIGHTS)
+    stem = "standard" if config.weights else "auto"
+    backbone = create_backbone(config.backbone, image_size=config.image_size, stem=cast(Any, stem))
+    if backbone.stem == "small":
+        console.say(f"  {'stem':14} small  (3x3, stride 1, no pooling: the images are {config.image_size} px)")
+    if config.weights and with_weights:
+        report = load_backbone_weights(backbone, config.weights)
+        console.say(report.text())
+    method = METHODS[config.method](backbone, num_samples, config)
+    if config.running.compile:
+        backbone.compile()
+    if config.running.deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    return cast(Method, method.to(device))
+
+
+def build_loader(
+    config: Config, source: Source, method: Method, device: torch.device, console: Console, stop: StopFlag
+) -> Loader:
+    assert config.image_size is not None
+    assert config.workers is not None
+    backbone = cast(Backbone, method.backbone)
+    cache = None
+    if isinstance(source, FileSource | PackedSource) and config.running.cache_gb > 0:
+        size = min(config.image_size, config.augmentation.crop_size or config.image_size)
+        cache = Cache(source, size, int(config.running.cache_gb * 1e9))
+
+        def notice(done: int) -> None:
+            stop.poll()
+            console.progress("reading images into memory", done, len(source))
+
+        cache.fill(notice)
+    return Loader(
+        source,
+        config.augmentation,
+        image_size=config.image_size,
+        seed=config.seed,
+        workers=config.workers,
+        normalisation=(backbone.mean, backbone.std),
+        cache=cache,
+        pin_memory=device.type == "cuda",
+    )
+
+
+def fit_epochs(config: Config, source: Source, device: torch.device, console: Console) -> Config:
+    """--minutes: a few real steps on a throw-away network tell the speed; the epochs that fit are then fixed."""
+    assert config.minutes is not None
+    assert config.batch_size is not None
+    trial = dataclasses.replace(config, minutes=None, epochs=2)
+    method = build_method(trial, len(source), device, Console(quiet=True))
+    with StopFlag() as stop:
+        loader = build_loader(trial, source, method, device, console, stop)
+        per_step, per_image = measure(trial, method, loader, len(source), device, stop)
+    steps = num_steps(len(source), config.batch_size)
+    available = config.minutes * 60 * 0.95 - per_image * len(source)  # 5 % for checkpoints and the end
+    fitting = available / per_step
+    if fitting < steps:
+        fixed = dataclasses.replace(config, minutes=None, epochs=1, max_steps=max(1, int(fitting)))
+    else:
+        fixed = dataclasses.replace(config, minutes=None, epochs=int(fitting / steps))
+    what = f"{fixed.epochs} epochs" if fixed.max_steps is None else f"{fixed.max_steps} steps, less than one epoch,"
+    speed = f"{per_step * 1000:.0f} ms per step of {config.batch_size} images"
+    console.say(f"  {'epochs':14} {what} fit into {config.minutes:g} minutes  ({speed})")
+    return fixed
+
+
+def measure(
+    config: Config, method: Method, loader: Loader, num_samples: int, device: torch.device, stop: StopFlag
+) -> tuple[float, float]:
+    """Seconds of a training step, and of one image's evaluation view and forward pass."""
+    module = cast(nn.Module, method)
+    mean, std = loader.normalisation_on(device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    order = np.arange(num_samples, dtype=np.int64)
+    batches = [np.resize(np.roll(order, -at * 7), config.batch_size or 1) for at in range(60)]
+    times = []
+    began = time.monotonic()
+    for raw in loader.training(0, batches):
+        stop.poll()
+        loss = module(Batch(raw.ids.to(device), to_network(raw.images, mean, std), epoch=0, step=0)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        float(loss.detach())  # waits for the device
+        times.append(time.monotonic())
+        if len(times) >= 8 and times[-1] - began > 8:
+            break
+    skip = min(3, len(times) - 2)  # the first steps warm up
+    per_step = (times[-1] - times[skip]) / (len(times) - 1 - skip)
+    return per_step, per_step / (config.batch_size or 1) / 2
+
+
+def free_name(data: str | os.PathLike[str] | np.ndarray) -> Path:
+    """runs/NAME after the data."""
+    name = "array" if isinstance(data, np.ndarray) else Path(os.path.abspath(os.fspath(data))).stem or "images"
+    return numbered(f"runs/{name}")
+
+
+def numbered(name: str) -> Path:
+    """The path of that name, with a number where it is taken."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(path for path in map(Path, names) if not path.exists())

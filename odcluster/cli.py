@@ -1,0 +1,256 @@
+"""The command line. Options come from config.py, one definition for the command line, Python and config.json.
+
+Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 75 interrupted but saved, 130 second Ctrl-C. torch is imported only
+when a verb needs it, so that help is immediate.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import sys
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, NoReturn
+
+from odcluster import __version__, config
+from odcluster.config import GROUPS, Config, changed
+from odcluster.errors import UserError
+
+HELP = """\
+odcluster {version}: from a folder of images to clusters, by Online Deep Clustering.
+
+  odcluster demo                    see it work: digits, about a minute, no download
+  odcluster train PHOTOS            learn features and clusters from a folder of images
+  odcluster resume RUN              go on with an interrupted training, exactly
+  odcluster info                    versions, devices, recipes, what is optional and missing
+
+`odcluster VERB --help` explains a verb; `--debug` shows where an error came from.
+"""
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run one verb and exit."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in given
+    given = [word for word in given if word != "--debug"]
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(HELP.format(version=__version__), end="")
+        sys.exit(0 if given else 2)
+    if given[0] == "--version":
+        print(__version__)
+        sys.exit(0)
+    if given[0] not in VERBS:
+        fail(f"there is no verb {given[0]!r}{nearest(given[0], list(VERBS))}; `odcluster --help` lists them", 2)
+    try:
+        VERBS[given[0]](given[1:])
+    except UserError as error:
+        if debug:
+            raise
+        fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        if debug:
+            raise
+        fail("stopped at once; what was saved before is intact", 130)
+    sys.exit(0)
+
+
+def fail(sentence: str, code: int) -> NoReturn:
+    print(f"odcluster: {sentence}", file=sys.stderr)
+    sys.exit(code)
+
+
+def nearest(word: str, known: list[str]) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+# Verbs ------------------------------------------------------------
+
+
+def train_verb(given: list[str]) -> None:
+    """Learn features and clusters from images, without labels."""
+    from odcluster.recipes import recipe
+
+    default = recipe(named_recipe(given))
+    values = parse_options("train", train_verb, given, default, {"data": required("DATA", doc("data"))})
+    data, out = values.pop("data"), values.pop("out")
+    chosen = changed(default, **values)
+    from odcluster import api
+    from odcluster.training.console import Console
+
+    api.start(chosen, data, out, Console())
+
+
+def demo_verb(given: list[str]) -> None:
+    """See it work: train on handwritten digits and compare features before and after, by labels never used to learn.
+
+    --data takes labelled images instead: CIFAR-10's files, a class tree, arrays with labels.
+    """
+    from odcluster.recipes import recipe
+
+    data = {"data": optional("DATA", "labelled images to use instead of the digits; `cifar10` finds your copy", None)}
+    default = recipe("odc_small" if "--data" in given else "odc_digits")
+    values = parse_options("demo", demo_verb, given, default, data)
+    given_values = {name: value for name, value in values.items() if name not in ("data", "out")}
+    from odcluster.demo import demo
+
+    demo(values["data"], out=values["out"], config=changed(default, **given_values))
+
+
+def resume_verb(given: list[str]) -> None:
+    """Go on with an interrupted run, to the same end as if it had never stopped."""
+    extra = {
+        "run": required("RUN", "The run directory."),
+        "workers": optional("INT", doc("workers"), None, int),
+        "device": optional("STR", doc("device"), None),
+    }
+    values = parse("resume", resume_verb, given, extra)
+    from odcluster import api
+
+    api.resume(values["run"], workers=values["workers"], device=values["device"])
+
+
+def info_verb(given: list[str]) -> None:
+    """Versions, devices, recipes, and what is optional and missing."""
+    parse("info", info_verb, given, {})
+    from odcluster.info import info
+
+    print(info())
+
+
+VERBS: dict[str, Callable[[list[str]], None]] = {
+    "demo": demo_verb,
+    "train": train_verb,
+    "resume": resume_verb,
+    "info": info_verb,
+}
+
+
+# From dataclasses to options ------------------------------------------------------------
+
+LEFT_OPEN = {"weights", "max_steps", "minutes"}
+"""Options that stay open when not given; all others that have no default are chosen from the data."""
+
+Option = tuple[Any, Any]  # annotated type, default (dataclasses.MISSING: required)
+
+
+def required(metavar: str, help: str) -> Option:
+    import tyro
+
+    return Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar=metavar, help=help)], dataclasses.MISSING
+
+
+def optional(metavar: str, help: str, default: Any, kind: Any = str, hint: str = "") -> Option:
+    """An option that may be left open; the hint says what happens then."""
+    import tyro
+
+    hint = hint if default is None else f"(default: {shown(default)})"
+    return Annotated[kind | None, tyro.conf.arg(metavar=metavar, help=help, help_behavior_hint=hint)], default
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(shown, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def named_recipe(given: list[str]) -> str:
+    """The value of --recipe, needed before the other options because it gives their defaults."""
+    for at, word in enumerate(given):
+        if word == "--recipe" and at + 1 < len(given):
+            return given[at + 1]
+        if word.startswith("--recipe="):
+            return word.split("=", 1)[1]
+    return Config.recipe
+
+
+def parse_options(verb: str, about: Any, given: list[str], default: Config, extra: dict[str, Option]) -> dict[str, Any]:
+    """Parse the verb's own options and all of Config's; `--help` shows the main ones, `--help-all` every one."""
+    everything = "--help-all" in given
+    brief = not everything and ("--help" in given or "-h" in given)
+    given = ["--help" if word == "--help-all" else word for word in given]
+    out = {"out": optional("RUN", "The run directory to make (default: runs/NAME of the data).", None)}
+    fields = {**extra, **out, **options_of(Config, default, skip={"data", *GROUPS})}
+    groups = {} if brief else {name: options_of(cls, getattr(default, name)) for name, cls in GROUPS.items()}
+    note = f"\n\n{sum(len(dataclasses.fields(g)) for g in GROUPS.values())} more options: --help-all." if brief else ""
+    return parse(verb, about, given, fields, groups, note)
+
+
+def parse(
+    verb: str,
+    about: Any,
+    given: list[str],
+    fields: dict[str, Option],
+    groups: dict[str, dict[str, Option]] | None = None,
+    note: str = "",
+) -> dict[str, Any]:
+    """Values of all fields and of all groups' fields, by name."""
+    import tyro
+
+    groups = groups or {}
+    made = {name: made_class(name, inner, GROUPS[name].__doc__) for name, inner in groups.items()}
+    whole = {**fields, **{name: (cls, cls()) for name, cls in made.items()}}
+    arguments = tyro.cli(
+        made_class(verb, whole, inspect.getdoc(about)),
+        prog=f"odcluster {verb}",
+        args=given,
+        description=f"{inspect.getdoc(about)}{note}",
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+    )
+    values = {name: getattr(arguments, name) for name in fields}
+    for name, inner in groups.items():
+        values |= {option: getattr(getattr(arguments, name), option) for option in inner}
+    return values
+
+
+def made_class(name: str, fields: dict[str, Option], about: str | None) -> Any:
+    columns = [
+        (field, kind) if default is dataclasses.MISSING else (field, kind, dataclasses.field(default=default))
+        for field, (kind, default) in fields.items()
+    ]
+    cls = dataclasses.make_dataclass(name, columns, frozen=True)
+    cls.__doc__ = about
+    return cls
+
+
+def options_of(cls: Any, values: Any, skip: set[str] | None = None) -> dict[str, Option]:
+    """One option per field of a dataclass of config.py, its docstring as help, the recipe's value as default."""
+    import tyro
+
+    options: dict[str, Option] = {}
+    for name, kind in typing.get_type_hints(cls).items():
+        if skip and name in skip:
+            continue
+        default, help = getattr(values, name), doc(name, cls)
+        if type(None) in typing.get_args(kind):
+            bare = next(k for k in typing.get_args(kind) if k is not type(None))
+            hint = "" if name in LEFT_OPEN else "(default: chosen for you)"
+            options[name] = optional(bare.__name__.upper(), help, default, bare, hint)
+        else:
+            hint = f"(default: {shown(default)})"
+            options[name] = Annotated[kind, tyro.conf.arg(help=help, help_behavior_hint=hint)], default
+    return options
+
+
+def doc(name: str, cls: Any = Config) -> str:
+    """The docstring that stands below a field in config.py."""
+    return field_docs()[cls.__name__][name]
+
+
+def field_docs() -> dict[str, dict[str, str]]:
+    docs: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(config)).body:
+        if isinstance(node, ast.ClassDef):
+            docs[node.name] = {
+                field.target.id: str(following.value.value)
+                for field, following in zip(node.body, node.body[1:], strict=False)
+                if isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(following, ast.Expr)
+                and isinstance(following.value, ast.Constant)
+            }
+    return docs

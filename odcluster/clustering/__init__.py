@@ -1,0 +1,1 @@
+"""Room 3, labels: k-means, the two memories, small clusters, agreement between labellings."""

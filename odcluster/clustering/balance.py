@@ -1,0 +1,123 @@
+"""Keeping clusters useful: small clusters are dissolved before they vanish, and the loss is weighted by cluster size
+(section 3.2 of the paper).
+
+Promises: every repair ends, because each one leaves one small cluster fewer: a split never makes a half that is small.
+That needs room, N >= 2 (threshold + 1) C, which `check_room` asks for before any training.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from odcluster.clustering.kmeans import nearest_centroids
+from odcluster.clustering.memory import CentroidsMemory, SamplesMemory
+from odcluster.data.randomness import Purpose, uniforms
+from odcluster.errors import UserError
+
+SPLIT_ITERATIONS = 20
+
+
+def loss_weights(counts: Tensor) -> Tensor:
+    """w_c proportional to 1/sqrt(N_c); an empty cluster, which no label names, counts as one member."""
+    return counts.clamp(min=1).float().rsqrt()
+
+
+def check_room(num_samples: int, num_clusters: int, threshold: int) -> None:
+    """Refuse a number of clusters that leaves no room between the small-cluster threshold and the average size."""
+    needed = 2 * (threshold + 1)
+    if num_samples >= needed * num_clusters:
+        return
+    most = num_samples // needed
+    remedy = f"use --clusters {most} or fewer" if most >= 1 else f"at least {needed} images are needed"
+    if (lower := num_samples // (2 * num_clusters) - 1) >= 0:
+        remedy += f", or --small-cluster {lower} or lower"
+    raise UserError(
+        f"{num_samples} images in {num_clusters} clusters leave {num_samples / num_clusters:.1f} images per cluster, "
+        f"but dissolving clusters of at most {threshold} needs {needed}: {remedy}"
+    )
+
+
+@torch.no_grad()
+def handle_small_clusters(
+    samples: SamplesMemory, memory: CentroidsMemory, threshold: int, *, seed: int, step: int
+) -> int:
+    """Dissolve each cluster of at most `threshold` members, give its index to half of the largest; returns how many."""
+    handled = 0
+    while len(small := (memory.counts <= threshold).nonzero().flatten()) > 0:
+        cluster = int(small[0])
+        dissolve(cluster, samples, memory, normal=memory.counts > threshold)
+        largest = int(memory.counts.argmax())
+        first, second = uniforms(seed, Purpose.SPLIT, step, torch.tensor([cluster]).numpy(), 0, 2)[0]
+        split(largest, cluster, samples, memory, smallest_half=threshold + 1, draws=(first, second))
+        handled += 1
+        assert handled <= len(memory.counts), "repairs of small clusters did not end"
+    return handled
+
+
+def dissolve(cluster: int, samples: SamplesMemory, memory: CentroidsMemory, normal: Tensor) -> None:
+    """The members go to the nearest centroid among the normal clusters; receivers' centroids are recomputed at once."""
+    members = samples.members(cluster)
+    if len(members) > 0:
+        candidates = normal.nonzero().flatten()
+        rows = samples.rows[members]
+        nearest, _ = nearest_centroids(rows, memory.centroids[candidates])
+        receivers = candidates[nearest]
+        samples.labels[members] = receivers
+        memory.sums.index_add_(0, receivers, rows.to(memory.sums.dtype))
+        memory.counts.index_add_(0, receivers, torch.ones_like(receivers))
+        memory.refresh_clusters(receivers.unique())
+    memory.sums[cluster] = 0
+    memory.counts[cluster] = 0
+
+
+def split(
+    largest: int,
+    empty: int,
+    samples: SamplesMemory,
+    memory: CentroidsMemory,
+    *,
+    smallest_half: int,
+    draws: tuple[float, float],
+) -> None:
+    """2-means on the largest cluster; a randomly chosen half takes the empty index; both centroids are recomputed."""
+    members = samples.members(largest)
+    rows = samples.rows[members]
+    half = halve(rows, smallest_half, draw=draws[0])
+    leaving = half if draws[1] < 0.5 else ~half
+    samples.labels[members[leaving]] = empty
+    gone = rows[leaving].to(memory.sums.dtype).sum(dim=0)
+    memory.sums[empty] = gone
+    memory.counts[empty] = leaving.sum()
+    memory.sums[largest] = rows[~leaving].to(memory.sums.dtype).sum(dim=0)
+    memory.counts[largest] = (~leaving).sum()
+    memory.refresh_clusters(torch.tensor([largest, empty], device=rows.device))
+
+
+def halve(rows: Tensor, smallest_half: int, draw: float) -> Tensor:
+    """Two halves of rows [n, D] by 2-means, as a mask; neither is smaller than `smallest_half` where n allows it.
+
+    Starts from a drawn row and the row farthest from it. Identical rows have no direction to be cut along: they are
+    cut in the order of their ids.
+    """
+    first = rows[min(int(draw * len(rows)), len(rows) - 1)]
+    second = rows[(rows - first).square().sum(dim=1).argmax()]
+    side = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    margin = torch.arange(len(rows), device=rows.device, dtype=rows.dtype)
+    for _ in range(SPLIT_ITERATIONS):
+        if torch.equal(first, second):
+            break
+        margin = rows @ (second - first) - (second.square().sum() - first.square().sum()) / 2  # > 0: nearer to second
+        if torch.equal(new_side := margin > 0, side):
+            break
+        side = new_side
+        if side.all() or not side.any():
+            break
+        first, second = rows[~side].mean(dim=0), rows[side].mean(dim=0)
+    least = min(smallest_half, len(rows) // 2)
+    size = int(side.sum())
+    if not least <= size <= len(rows) - least:
+        size = len(rows) // 2 if size in (0, len(rows)) else min(max(size, least), len(rows) - least)
+        side = torch.zeros_like(side)
+        side[torch.argsort(margin, descending=True, stable=True)[:size]] = True
+    return side

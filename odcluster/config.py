@@ -1,0 +1,284 @@
+"""Every option once. The command line, the Python functions and config.json are all made from these dataclasses.
+
+A field that is None means "choose for me": `training.resolve` fills it in from the data and the device, prints the
+choice with its reason, and config.json then holds the whole answer, so that resuming needs nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from odcluster.errors import UserError
+
+Method = Literal["odc", "rotation"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augmentation:
+    """How an image is altered before the network sees it. The defaults are the paper's."""
+
+    num_views: int = 1
+    """Views of each image per step; the memory receives their average."""
+    crop_size: int | None = None
+    """Side in pixels of training crops; smaller than the image size is faster. Not given: chosen by the recipe."""
+    crop_scale: tuple[float, float] = (0.08, 1.0)
+    """Smallest and largest share of the image's area that a crop covers."""
+    crop_ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Smallest and largest width / height of a crop."""
+    flip: float = 0.5
+    """Probability of a left-right flip; 0 where left and right differ in meaning (digits, text)."""
+    rotation: float = 2.0
+    """Largest rotation in degrees, either way."""
+    brightness: float = 0.4
+    """Brightness factor is drawn from 1 +- this."""
+    contrast: float = 0.4
+    """Contrast factor is drawn from 1 +- this."""
+    saturation: float = 1.0
+    """Saturation factor is drawn from 1 +- this."""
+    hue: float = 0.5
+    """Hue shift is drawn from +- this (0.5 is half the colour wheel)."""
+    jitter: float = 1.0
+    """Probability that brightness, contrast, saturation and hue are altered at all."""
+    grey: float = 0.2
+    """Probability of conversion to grey."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """Neck and classifier on top of the backbone; removed after training. The defaults are the paper's."""
+
+    hidden: int = 512
+    """Width of the neck's hidden layer."""
+    dropout: float = 0.5
+    """Dropout inside the neck."""
+    final_relu: bool = True
+    """Whether the neck ends with a ReLU."""
+    neck_norm: Literal["paper", "standard"] = "paper"
+    """Batch norm of the neck. paper: no affine part, momentum 0.001 (authors' code). standard: affine, 0.1."""
+    classifier: Literal["linear", "prototypes"] = "linear"
+    """linear: a trained layer, as in the paper. prototypes: cosine to the centroids memory, nothing to train."""
+    temperature: float = 0.1
+    """Divides the cosine of the prototypes classifier."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clustering:
+    """The two memories. The defaults are the paper's."""
+
+    memory_momentum: float = 0.5
+    """m: weight of the new feature when a row of the samples memory is updated."""
+    update_interval: int = 10
+    """k: recorded centroids are refreshed every k iterations."""
+    small_cluster: int | None = 20
+    """A cluster with at most this many members is small: it is dissolved and the largest cluster is split."""
+    kmeans_iterations: int = 20
+    """Lloyd iterations of the initial clustering."""
+    calibration_batches: int = 0
+    """Training-mode batches that settle the batch-norm statistics before the initial clustering."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStart:
+    """A pretext task that runs before the first clusters are made, so that they mean something."""
+
+    warm_share: float = 0.0
+    """Share of all epochs spent on rotation prediction before clustering begins; 0 is none."""
+    warm_lr: float = 0.015
+    """Learning rate of that phase (cosine to 0)."""
+    warm_weight_decay: float = 5e-4
+    """Weight decay of that phase."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimiser:
+    """SGD, its schedule, and how the images of a step are drawn."""
+
+    sgd_momentum: float = 0.9
+    """Momentum of SGD (the linear classifier has none, as in the authors' code)."""
+    weight_decay: float = 1e-5
+    """Weight decay."""
+    schedule: Literal["step", "cosine", "constant"] = "step"
+    """step: constant, then times 0.1 for the last eleventh (the paper's 400 + 40 epochs). cosine: to 0."""
+    warmup_epochs: float = 0.0
+    """Epochs over which the learning rate rises linearly from 0."""
+    sampling: Literal["permutation", "replacement"] = "replacement"
+    """permutation: each image once per epoch. replacement: drawn anew for every slot, as in the authors' code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """How the run behaves on this machine; none of it changes what is learned."""
+
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 autocast where the device computes it natively."""
+    compile: bool = False
+    """Compile the backbone with torch.compile."""
+    cache_gb: float = 2.0
+    """Images that are small enough are kept decoded in memory, up to this many GB."""
+    checkpoint_minutes: float = 5.0
+    """A checkpoint is written about this often, and at the end."""
+    keep_checkpoints: int = 2
+    """How many checkpoints are kept (at least 2)."""
+    log_interval: int = 10
+    """Steps between two lines of metrics.jsonl."""
+    max_refused: float = 0.01
+    """Share of unreadable images above which the run stops."""
+    deterministic: bool = False
+    """On a GPU, use only deterministic kernels (on a CPU they always are)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One training run."""
+
+    data: str = ""
+    """The images: a folder, a list (.txt, .csv), arrays (.npy, .npz), CIFAR-10's files or a VOC folder."""
+    method: Method = "odc"
+    """What is learned: odc (Online Deep Clustering) or rotation (the pretext task alone)."""
+    recipe: str = "odc_small"
+    """Named set of defaults that all other options start from; see `odcluster info`."""
+    backbone: str | None = None
+    """`smallconv`, the paper's `alexnet`, or any timm name (resnet50, vit_small_patch16_224, ...)."""
+    weights: str | None = None
+    """Start from this run directory or weights file instead of random weights."""
+    clusters: int | None = None
+    """C, the number of clusters."""
+    epochs: int | None = None
+    """Passes over the images."""
+    max_steps: int | None = None
+    """Stop after this many steps, whatever the epochs."""
+    minutes: float | None = None
+    """Instead of epochs: measure the speed for a few steps, then choose the epochs that fit."""
+    batch_size: int | None = None
+    """Images per step."""
+    image_size: int | None = None
+    """Side in pixels of the square the network sees."""
+    lr: float | None = None
+    """Learning rate."""
+    seed: int = 0
+    """Every random choice follows from this."""
+    workers: int | None = None
+    """Processes that read and augment images; 0 reads in the main process. Never changes the result."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps; auto takes the best there is."""
+    dim: int | None = None
+    """D, the dimension of the features that are clustered."""
+    augmentation: Augmentation = field(default_factory=Augmentation)
+    head: Head = field(default_factory=Head)
+    clustering: Clustering = field(default_factory=Clustering)
+    warm_start: WarmStart = field(default_factory=WarmStart)
+    optimiser: Optimiser = field(default_factory=Optimiser)
+    running: Running = field(default_factory=Running)
+
+    def __post_init__(self) -> None:
+        for name in ("clusters", "epochs", "max_steps", "minutes", "batch_size", "image_size", "lr", "dim"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"--{name.replace('_', '-')} must be above 0, not {value}")
+        if self.workers is not None and self.workers < 0:
+            raise UserError(f"--workers must be 0 or more, not {self.workers}")
+        if self.minutes is not None and (self.epochs is not None or self.max_steps is not None):
+            raise UserError("--minutes chooses the epochs: give either --minutes or --epochs / --max-steps")
+        low, high = self.augmentation.crop_scale
+        if not 0 < low <= high <= 1:
+            raise UserError(f"--crop-scale needs 0 < smallest <= largest <= 1, not {low} {high}")
+
+
+def changed(config: Config, **values: Any) -> Config:
+    """A copy with some options changed; options of a group are given by their own name (they are all distinct)."""
+    groups = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name in GROUPS}
+    top = {name: value for name, value in values.items() if name in {f.name for f in dataclasses.fields(config)}}
+    for name, value in values.items():
+        if name in top:
+            continue
+        owner = next((g for g, cls in GROUPS.items() if name in {f.name for f in dataclasses.fields(cls)}), None)
+        if owner is None:
+            raise UserError(f"there is no option {name!r}{did_you_mean(name)}")
+        groups[owner] = dataclasses.replace(groups[owner], **{name: value})
+    return dataclasses.replace(config, **{**groups, **top})
+
+
+GROUPS: dict[str, Any] = {
+    "augmentation": Augmentation,
+    "head": Head,
+    "clustering": Clustering,
+    "warm_start": WarmStart,
+    "optimiser": Optimiser,
+    "running": Running,
+}
+
+
+def option_names() -> list[str]:
+    """All option names, those of the groups included."""
+    own = [f.name for f in dataclasses.fields(Config) if f.name not in GROUPS]
+    return own + [f.name for cls in GROUPS.values() for f in dataclasses.fields(cls)]
+
+
+def did_you_mean(name: str) -> str:
+    """`; did you mean 'x'?` for the nearest option, or nothing."""
+    import difflib
+
+    near = difflib.get_close_matches(name, option_names(), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def to_json(config: Config) -> str:
+    return json.dumps(dataclasses.asdict(config), indent=1) + "\n"
+
+
+def fingerprint(config: Config) -> str:
+    """Hash of everything that decides what is learned: where the images lie and how the machine is used do not."""
+    decisive = dataclasses.replace(config, data="", workers=None, device="", running=Running())
+    return hashlib.sha256(to_json(decisive).encode()).hexdigest()
+
+
+def from_json(text: str) -> Config:
+    """The inverse of to_json; a key that is unknown, missing or of the wrong type is refused by name."""
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"config.json is not JSON ({error})") from error
+    return _build(Config, values, "config.json")
+
+
+def _build(cls: Any, values: Any, where: str) -> Any:
+    types = typing.get_type_hints(cls)
+    if not isinstance(values, dict):
+        raise UserError(f"{where} must be an object, not {type(values).__name__}")
+    names = {f.name for f in dataclasses.fields(cls)}
+    if unknown := sorted(set(values) - names):
+        raise UserError(f"{where} has unknown keys: {', '.join(unknown)}")
+    if missing := sorted(names - set(values)):
+        raise UserError(f"{where} lacks the keys: {', '.join(missing)}")
+    built = {}
+    for name, value in values.items():
+        if dataclasses.is_dataclass(types[name]):
+            built[name] = _build(types[name], value, f"{where}: {name}")
+        else:
+            built[name] = _checked(value, types[name], f"{where}: {name}")
+    return cls(**built)
+
+
+def _checked(value: Any, expected: Any, where: str) -> Any:
+    """The value if it is of the annotated type (JSON lists become tuples, whole numbers pass as floats)."""
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if origin is Literal:
+        if value in arguments:
+            return value
+    elif origin is tuple:
+        if isinstance(value, list) and len(value) == len(arguments):
+            return tuple(_checked(part, kind, where) for part, kind in zip(value, arguments, strict=True))
+    elif arguments:  # X | None
+        if value is None:
+            return None
+        return _checked(value, next(kind for kind in arguments if kind is not type(None)), where)
+    elif expected is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(value, expected) and (expected is bool or not isinstance(value, bool)):
+        return value
+    raise UserError(f"{where} has the value {value!r}, which is not what it must be ({expected})")

@@ -1,0 +1,236 @@
+"""Batches: the views of the images of a step, made by worker processes, the same whatever their number.
+
+A worker receives the ids of a whole batch and returns uint8 pixels; images that cannot be used are left out of the
+batch and returned by id with the reason. Nothing here is random: what a batch holds is a function of (seed, epoch,
+ids).
+"""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, cast
+
+import cv2
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from odcluster.config import Augmentation
+from odcluster.data.images import decode, image_size
+from odcluster.data.sources import Source
+from odcluster.data.views import (
+    ViewDraws,
+    apply_view,
+    crop_scale_hint,
+    draw_views,
+    evaluation_box,
+    evaluation_view,
+)
+from odcluster.errors import DataError, ImageRefused
+
+TIMEOUT_SECONDS = 180
+"""A worker that delivers nothing for this long is taken for hung."""
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RawBatch:
+    """Pixels as they come from the workers."""
+
+    ids: Tensor  # [B] int64, without the refused
+    images: Tensor  # [V, B, size, size, 3] uint8
+    refused: list[tuple[int, str]]
+
+
+@dataclass(frozen=True)
+class Request:
+    """The images of one batch; epoch None asks for the evaluation view."""
+
+    ids: Ids
+    epoch: int | None
+
+
+class Cache:
+    """Decoded images in memory, shared with forked workers.
+
+    Holds only images that no view would shrink while decoding (see views.crop_scale_hint), so that a cached image and a
+    freshly decoded one give the same bits.
+    """
+
+    def __init__(self, source: Source, size: int, max_bytes: int) -> None:
+        self.images: list[NDArray[np.uint8] | None] = [None] * len(source)
+        self.num_bytes = 0
+        self._source, self._size, self._max_bytes = source, size, max_bytes
+
+    def fill(self, notice: Callable[[int], object]) -> None:
+        """Decode all images, several at a time; `notice` hears how many are done and may stop by raising."""
+        with ThreadPoolExecutor() as pool:  # decoders release the interpreter lock
+            for start in range(0, len(self.images), 256):
+                ids = range(start, min(start + 256, len(self.images)))
+                for i, image in zip(ids, pool.map(self._decoded, ids), strict=True):
+                    if image is None:
+                        continue
+                    if self.num_bytes + image.nbytes > self._max_bytes:
+                        notice(len(self.images))
+                        return
+                    self.images[i] = image
+                    self.num_bytes += image.nbytes
+                notice(ids.stop)
+
+    def _decoded(self, i: int) -> NDArray[np.uint8] | None:
+        try:
+            image = self._source.image(i)
+        except ImageRefused:
+            return None  # whoever needs it will be told
+        return image if min(image.shape[:2]) < 2 * self._size else None
+
+
+class Views(Dataset[RawBatch]):
+    """A batch of views for a request. Lives in the workers."""
+
+    def __init__(
+        self, source: Source, augmentation: Augmentation, image_size: int, seed: int, cache: Cache | None
+    ) -> None:
+        self.source, self.augmentation, self.image_size, self.seed, self.cache = (
+            source,
+            augmentation,
+            image_size,
+            seed,
+            cache,
+        )
+
+    def __getitem__(self, request: Request) -> RawBatch:
+        training = request.epoch is not None
+        size = (self.augmentation.crop_size or self.image_size) if training else self.image_size
+        num_views = self.augmentation.num_views if training else 1
+        draws = [
+            draw_views(self.augmentation, self.seed, request.epoch, request.ids, view)
+            for view in range(num_views)
+            if request.epoch is not None
+        ]
+        images = np.empty((num_views, len(request.ids), size, size, 3), np.uint8)
+        kept: list[int] = []
+        refused: list[tuple[int, str]] = []
+        for row, i in enumerate(request.ids.tolist()):
+            try:
+                views = self._training_views(i, row, draws, size) if training else [self._evaluation_view(i, size)]
+            except ImageRefused as error:
+                refused.append((i, str(error)))
+                continue
+            images[:, len(kept)] = views
+            kept.append(i)
+        return RawBatch(torch.tensor(kept, dtype=torch.int64), torch.from_numpy(images[:, : len(kept)]), refused)
+
+    def _training_views(self, i: int, row: int, draws: Sequence[ViewDraws], size: int) -> list[NDArray[np.uint8]]:
+        stored = self._stored(i)
+        height, width = image_size(stored) if isinstance(stored, bytes) else stored.shape[:2]
+        decoded: dict[int, NDArray[np.uint8]] = {}
+        views = []
+        for draw in draws:
+            parameters = draw.parameters(row, height, width)
+            if isinstance(stored, bytes):
+                factor = crop_scale_hint(parameters.box, size)
+                if factor not in decoded:
+                    decoded[factor] = decode(stored, -(-min(height, width) // factor) if factor > 1 else 0)
+                image = decoded[factor]
+            else:
+                image = stored
+            views.append(apply_view(image, parameters, size))
+        return views
+
+    def _evaluation_view(self, i: int, size: int) -> NDArray[np.uint8]:
+        stored = self._stored(i)
+        if not isinstance(stored, bytes):
+            return evaluation_view(stored, size)
+        height, width = image_size(stored)
+        factor = crop_scale_hint(evaluation_box(height, width, size), size)
+        return evaluation_view(decode(stored, -(-min(height, width) // factor) if factor > 1 else 0), size)
+
+    def _stored(self, i: int) -> bytes | NDArray[np.uint8]:
+        """The image as it is kept: pixels, or the bytes of its file."""
+        if self.cache is not None and (cached := self.cache.images[i]) is not None:
+            return cached
+        return self.source.stored(i)
+
+
+class Loader:
+    """Batches of training and evaluation views."""
+
+    def __init__(
+        self,
+        source: Source,
+        augmentation: Augmentation,
+        *,
+        image_size: int,
+        seed: int,
+        workers: int,
+        normalisation: tuple[Sequence[float], Sequence[float]],
+        cache: Cache | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self._normalisation = normalisation
+        self._requests: list[Request] = []
+        cv2.setNumThreads(0)  # the views of a batch are made by one process each
+        warnings.filterwarnings("ignore", message="This DataLoader will create")  # more than cores: the user's choice
+        self._loader: DataLoader[RawBatch] = DataLoader(
+            Views(source, augmentation, image_size, seed, cache),
+            batch_size=None,
+            sampler=cast(Any, _Requests(self)),
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            prefetch_factor=4 if workers > 0 else None,
+            timeout=TIMEOUT_SECONDS if workers > 0 else 0,
+            worker_init_fn=_quiet_worker,
+            pin_memory=pin_memory,
+        )
+
+    def normalisation_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the pixels that the network expects, per channel."""
+        mean, std = (torch.tensor(values, device=device) for values in self._normalisation)
+        return mean, std
+
+    def training(self, epoch: int, batches: Iterable[Ids]) -> Iterator[RawBatch]:
+        """One batch of views per array of ids, in order."""
+        return self._serve([Request(ids, epoch) for ids in batches])
+
+    def evaluation(self, ids: Ids, batch_size: int) -> Iterator[RawBatch]:
+        """The evaluation view of the given images, in order."""
+        return self._serve([Request(ids[at : at + batch_size], None) for at in range(0, len(ids), batch_size)])
+
+    def _serve(self, requests: list[Request]) -> Iterator[RawBatch]:
+        self._requests = requests
+        try:
+            yield from self._loader
+        except RuntimeError as error:
+            if "DataLoader" not in str(error):
+                raise
+            raise DataError(
+                f"a loader process stopped working ({error}); try fewer --workers, or --workers 0"
+            ) from error
+
+
+class _Requests:
+    """The sampler of the data loader: whatever is to be served next."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._owner = loader
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._owner._requests)
+
+    def __len__(self) -> int:
+        return len(self._owner._requests)
+
+
+def _quiet_worker(worker: int) -> None:
+    """Ctrl-C is the parent's business; a worker ends when the parent says so, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    cv2.setNumThreads(0)

@@ -1,0 +1,1 @@
+"""Room 6, how good: features, probes, neighbours."""

@@ -1,0 +1,1 @@
+"""Room 8, for people: pictures and exports of clusters."""

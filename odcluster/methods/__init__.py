@@ -1,0 +1,1 @@
+"""Room 4, learning: one file, one method."""

@@ -1,0 +1,74 @@
+"""What the trainer and a method say to each other.
+
+A method is an nn.Module with the functions of `Method`; all its state is parameters and persistent buffers, so that a
+checkpoint holds it all. The trainer owns time, optimiser, signals and disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Images of one step, normalised and on the device."""
+
+    ids: Tensor  # [B], which images
+    images: Tensor  # [V, B, 3, H, W], V views of each
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The loss to minimise, and the detached features that the memory needs (None: no memory in this phase)."""
+
+    loss: Tensor
+    features: Tensor | None = None  # [B, D]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of epochs with its own learning rate curve; the optimiser starts afresh in each."""
+
+    name: str
+    epochs: int
+    lr: float
+    weight_decay: float
+    schedule: str
+    warmup_epochs: float = 0.0
+
+
+class Survey(Protocol):
+    """A look at all images outside the training steps, provided by the trainer."""
+
+    def features(self, embed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Evaluation view of every image through `embed`, in evaluation mode: rows [N, D], and which were read [N]."""
+
+    def calibrate(self, network: nn.Module, num_batches: int) -> None:
+        """Training-mode passes without gradient, so that batch-norm statistics fit the weights."""
+
+    def poll(self, doing: str, done: int, total: int) -> None:
+        """Progress for people; raises when the user asked to stop."""
+
+
+class Method(Protocol):
+    """See methods/odc.py for the one that matters most."""
+
+    backbone: nn.Module
+
+    def phases(self) -> list[Phase]: ...
+
+    def begin_epoch(self, epoch: int, survey: Survey) -> Mapping[str, float]: ...
+
+    def forward(self, batch: Batch) -> Outcome: ...
+
+    def after_step(self, batch: Batch, outcome: Outcome) -> Mapping[str, Tensor | float]: ...
+
+    def end_epoch(self, epoch: int) -> None: ...
+
+    def health(self) -> Mapping[str, float]: ...

@@ -1,0 +1,1 @@
+"""Room 2, features: backbones, heads, and foreign weights."""

@@ -1,0 +1,51 @@
+"""timm and torchvision, importable whatever build of torch is installed. Import both of them from here.
+
+Why: the CPU build of torch cannot load the compiled operators of the torchvision that PyPI serves (they link
+against CUDA libraries). torchvision carries on without them, until it describes the output of `nms` and
+`qnms` to torch: those two operators do not exist then, and `import torchvision`, hence `import timm`, stops
+with "operator torchvision::nms does not exist". We use nothing of the compiled part, and declaring the two
+schemas beforehand is enough for the Python part to import. A torchvision that loads is left alone.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+import torch
+
+
+def declare_missing_operators() -> bool:
+    """Declare the two operators if torchvision's library cannot provide them; return whether it did so."""
+    if "torchvision" in sys.modules or _compiled_library_loads():
+        return False
+    for operator in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return True
+
+
+def _compiled_library_loads() -> bool:
+    package = importlib.util.find_spec("torchvision")  # finds it without importing it
+    if package is None or not package.submodule_search_locations:
+        return True  # no torchvision at all: let the import below say so
+    folder = package.submodule_search_locations[0]
+    library = importlib.machinery.PathFinder.find_spec("_C", [folder])
+    if library is None or library.origin is None:
+        return False
+    if sys.platform == "win32":  # its own libraries lie beside it
+        os.add_dll_directory(folder)
+    try:
+        torch.ops.load_library(library.origin)  # torchvision loads the same file again, which is free
+    except OSError:
+        return False
+    return True
+
+
+declare_missing_operators()
+
+import timm  # noqa: E402
+import torchvision  # noqa: E402
+
+__all__ = ["declare_missing_operators", "timm", "torchvision"]

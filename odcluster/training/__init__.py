@@ -1,0 +1,1 @@
+"""Room 5, the loop: time, optimiser, signals and disk."""

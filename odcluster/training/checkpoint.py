@@ -1,0 +1,182 @@
+"""Checkpoints that are either complete and verified, or ignored.
+
+A checkpoint is a directory `step-00001234/` of safetensors files and a state.json that is written last and holds the
+size and sha256 of each. It is prepared under another name, flushed to disk, and renamed into place: a process killed
+at any instant leaves the previous checkpoints as they were. There is no "latest" pointer that could be wrong: the
+newest valid one counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from odcluster.errors import DataError
+
+FORMAT = 1
+
+
+class NotSaved(Exception):
+    """A checkpoint could not be written; the message says why. Earlier ones are intact."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint, in memory."""
+
+    path: Path
+    state: dict[str, Any]
+    tensors: dict[str, dict[str, Tensor]]
+
+
+def reached(point: str) -> None:
+    """The named instants of a save. Does nothing; the fault tests replace it to kill the process just there."""
+
+
+def save(directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
+    """Write one checkpoint; raises NotSaved (disk full, no permission) with everything older left untouched."""
+    final = directory / f"step-{step:08d}"
+    prepared = directory / f".tmp-{step:08d}-{os.getpid()}"
+    try:
+        reached("before mkdir")
+        directory.mkdir(parents=True, exist_ok=True)
+        check_space(directory, tensors)
+        shutil.rmtree(prepared, ignore_errors=True)
+        prepared.mkdir()
+        files = {}
+        for name, group in tensors.items():
+            path = prepared / f"{name}.safetensors"
+            save_file({key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}, path)
+            reached(f"before fsync of {name}")
+            flush(path)
+            files[path.name] = {"size": path.stat().st_size, "sha256": file_hash(path)}
+            reached(f"after {name}")
+        reached("before state.json")
+        write_flushed(
+            prepared / "state.json",
+            json.dumps({"format": FORMAT, **state, "step": step, "files": files}, indent=1),
+        )
+        flush(prepared)
+        reached("before rename")
+        if final.exists():  # an earlier, invalid or identical attempt at the same step
+            shutil.rmtree(final)
+        os.rename(prepared, final)
+        flush(directory)
+        reached("after rename")
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(prepared, ignore_errors=True)
+        raise NotSaved(
+            f"the checkpoint of step {step} could not be written to {directory} ({reason(error)})"
+        ) from error
+    return final
+
+
+def find(directory: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest valid checkpoint, loaded; each newer invalid one is named to `warn` with what is wrong with it."""
+    for path in candidates(directory):
+        try:
+            return load(path)
+        except DataError as error:
+            warn(f"{error}; going back to the checkpoint before it")
+    return None
+
+
+def load(path: Path) -> Checkpoint:
+    """Read and verify one checkpoint: sizes and hashes must be what state.json says."""
+    state = read_state(path)
+    tensors = {}
+    for name, expected in state["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise DataError(f"{file} is missing")
+        if file.stat().st_size != expected["size"]:
+            raise DataError(f"{file} has {file.stat().st_size} bytes instead of {expected['size']}")
+        if file_hash(file) != expected["sha256"]:
+            raise DataError(f"{file} is damaged (its sha256 differs)")
+        tensors[file.stem] = load_file(file)
+    return Checkpoint(path, state, tensors)
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state.json of a checkpoint, checked for form."""
+    file = path / "state.json"
+    try:
+        state = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file} cannot be read ({reason(error)})") from error
+    if not isinstance(state, dict) or not isinstance(state.get("files"), dict):
+        raise DataError(f"{file} is not a checkpoint's state")
+    if state.get("format") != FORMAT:
+        raise DataError(
+            f"{path} has format {state.get('format')} and this version reads format {FORMAT}; "
+            "use the version of odcluster that wrote it"
+        )
+    return state
+
+
+def candidates(directory: Path) -> list[Path]:
+    """Checkpoint directories, newest first; other names are ignored."""
+    if not directory.is_dir():
+        return []
+    named = [path for path in directory.iterdir() if path.name.startswith("step-") and path.name[5:].isdigit()]
+    return sorted(named, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def prune(directory: Path, keep: int, just_loaded: Path | None = None) -> None:
+    """Remove old checkpoints beyond the newest `keep` (never below two, never the one just loaded)."""
+    for path in candidates(directory)[max(keep, 2) :]:
+        if path != just_loaded:
+            reached("during prune")
+            # state.json goes first: a half-removed checkpoint must not look like a valid one.
+            (path / "state.json").unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def sweep(directory: Path) -> None:
+    """Remove what a killed save left behind. Only called by the process that holds the run's lock."""
+    if directory.is_dir():
+        for path in directory.iterdir():
+            if path.name.startswith(".tmp-"):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def check_space(directory: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+    needed = sum(tensor.nbytes for group in tensors.values() for tensor in group.values())
+    free = shutil.disk_usage(directory).free
+    if free < needed * 1.05 + (1 << 20):
+        raise OSError(f"{needed >> 20} MB are needed and {free >> 20} MB are free")
+
+
+def reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def flush(path: Path) -> None:
+    """Force a file or directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_flushed(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def file_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

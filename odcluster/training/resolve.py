@@ -1,0 +1,128 @@
+"""Options that were not given are chosen from the data and the device, each with a reason that is printed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+
+from odcluster.clustering.balance import check_room
+from odcluster.config import Config, changed
+from odcluster.data.order import num_steps
+from odcluster.data.sources import Source
+from odcluster.errors import DataError, ImageRefused
+from odcluster.methods.odc import warm_epochs
+from odcluster.training.devices import has_bfloat16
+
+SMALL_IMAGE = 64
+"""Images up to this side are used as they are; larger ones are photos."""
+IMAGES_TO_SEE = 400_000
+"""Without --epochs or --minutes, small data is seen until about this many images have passed."""
+
+
+def resolve(config: Config, source: Source, device: torch.device) -> tuple[Config, list[tuple[str, Any, str]]]:
+    """The complete configuration, and (option, value, reason) of everything that was chosen here."""
+    chosen: list[tuple[str, Any, str]] = []
+
+    def choose(option: str, value: Any, reason: str) -> None:
+        nonlocal config
+        config = changed(config, **{option: value})
+        chosen.append((option, value, reason))
+
+    count = len(source)
+    if config.image_size is None:
+        choose("image_size", *choose_image_size(source, device))
+    assert config.image_size is not None
+    size = config.image_size
+    if config.augmentation.crop_size is None:
+        if config.recipe == "odc_small" and size <= SMALL_IMAGE:
+            choose(
+                "crop_size",
+                max(16, size * 3 // 4 // 4 * 4),
+                "training on smaller crops is faster",
+            )
+        else:
+            config = changed(config, crop_size=size)
+    if config.backbone is None:
+        small = size <= SMALL_IMAGE
+        reason = f"images of {size} px" + ("" if small else f" on {device.type}")
+        choose("backbone", "smallconv" if small else "resnet50" if device.type == "cuda" else "resnet18", reason)
+    if config.method == "odc":
+        if config.clusters is None:
+            choose("clusters", max(1, min(10_000, count // 10)), f"one per 10 of {count} images, at most 10,000")
+        assert config.clusters is not None
+        if config.clustering.small_cluster is None:
+            average = count / config.clusters
+            choose(
+                "small_cluster",
+                min(20, int(average / 4)),
+                f"a quarter of the {average:.0f} images per cluster, at most 20",
+            )
+        assert config.clustering.small_cluster is not None
+        check_room(count, config.clusters, config.clustering.small_cluster)
+    if config.dim is None:
+        choose("dim", 256, "as in the paper")
+    if config.lr is None:
+        choose("lr", 0.05, "usual for SGD at this batch size")
+    if config.batch_size is None:
+        choose(
+            "batch_size",
+            max(2, min(128, count // 8)),
+            f"at most 128, and at least 8 steps per pass over {count} images",
+        )
+    assert config.batch_size is not None
+    if config.batch_size > count:
+        choose("batch_size", count, "there are no more images")
+    steps = num_steps(count, config.batch_size)
+    if config.max_steps is not None and (config.epochs is None or config.max_steps <= config.epochs * steps):
+        choose("epochs", -(-config.max_steps // steps), f"{config.max_steps} steps at {steps} steps per epoch")
+    elif config.epochs is None and config.minutes is None:
+        epochs = max(10, min(200, IMAGES_TO_SEE // count))
+        choose("epochs", epochs, f"about {IMAGES_TO_SEE:,} images in all, between 10 and 200 epochs")
+    if config.workers is None:
+        choose("workers", *choose_workers(source, device))
+    if config.running.precision == "auto":
+        native = has_bfloat16(device)
+        reason = f"this {device.type} {'computes' if native else 'does not compute'} bfloat16 natively"
+        choose("precision", "bfloat16" if native else "float32", reason)
+    if config.device == "auto":
+        choose("device", str(device), "the best there is here")
+    return config, chosen
+
+
+def choose_image_size(source: Source, device: torch.device) -> tuple[int, str]:
+    """From the shorter sides of a sample of the images."""
+    sides = []
+    refusals = []
+    for i in np.linspace(0, len(source) - 1, min(32, len(source))).astype(int):
+        try:
+            sides.append(min(source.image(int(i)).shape[:2]))
+        except ImageRefused as error:
+            refusals.append(str(error))
+    if not sides:
+        raise DataError(f"none of the first images looked at can be read (the first: {refusals[0]}); are these images?")
+    side = int(np.median(sides))
+    if side <= SMALL_IMAGE:
+        return max(16, -(-side // 4) * 4), f"the images' shorter side is {side} px"
+    if device.type == "cuda":
+        return 224, f"photos (shorter side {side} px) on a GPU"
+    return 128, f"photos (shorter side {side} px); 128 keeps training on a CPU bearable"
+
+
+def choose_workers(source: Source, device: torch.device) -> tuple[int, str]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if device.type == "cpu":
+        return 1, "one process prepares images while the network trains"
+    return max(1, min(8, cores - 1)), f"{cores} cores"
+
+
+def describe(config: Config, chosen: list[tuple[str, Any, str]]) -> list[str]:
+    """Lines for people: what was chosen and why."""
+    lines = [f"  {option.replace('_', ' '):14} {value}  ({reason})" for option, value, reason in chosen]
+    if config.method == "odc" and config.epochs is not None and (warm := warm_epochs(config)):
+        lines.append(
+            f"  {'warm start':14} {warm} of {config.epochs} epochs of rotation prediction before the first clusters"
+        )
+    return lines

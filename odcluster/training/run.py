@@ -1,0 +1,130 @@
+"""The run directory: what a training leaves behind, and who may write to it.
+
+    RUN/ config.json  manifest.csv  metrics.jsonl  train.log  bad_images.csv  checkpoints/  clusters.csv  backbone/
+
+Nothing is written anywhere else. A lock makes sure that one process at a time works on a run.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from odcluster.config import Config, from_json, to_json
+from odcluster.data.sources import Manifest
+from odcluster.errors import DataError, UserError
+from odcluster.training.checkpoint import write_flushed
+
+
+class Run:
+    """Paths and small files of one run directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.json"
+        self.manifest_file = path / "manifest.csv"
+        self.metrics_file = path / "metrics.jsonl"
+        self.log_file = path / "train.log"
+        self.refused_file = path / "bad_images.csv"
+        self.checkpoints = path / "checkpoints"
+        self.clusters_file = path / "clusters.csv"
+        self.backbone = path / "backbone"
+
+    def config(self) -> Config:
+        try:
+            return from_json(self.config_file.read_text())
+        except UserError as error:
+            raise DataError(f"{self.path}: {error}") from error
+
+    def manifest(self) -> Manifest:
+        return Manifest.read(self.manifest_file)
+
+    def write_refused(self, refused: Iterable[tuple[int, str, str]]) -> None:
+        """bad_images.csv: id, path and reason of every image that could not be used."""
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(["id", "path", "reason"])
+        writer.writerows(sorted(refused))
+        write_atomically(self.refused_file, text.getvalue())
+
+
+def create_run(path: Path, config: Config, manifest: Manifest) -> Run:
+    """A new run directory, complete from its first instant: it is prepared beside its place and renamed."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        what = "is a run already" if (path / "config.json").exists() else "exists and is not empty"
+        raise UserError(f"{path} {what}: go on with `odcluster resume {path}`, or choose another --out")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        prepared = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        prepared.chmod(0o755)
+        manifest.write(prepared / "manifest.csv")
+        write_flushed(prepared / "config.json", to_json(config))
+        os.replace(prepared, path)
+    except OSError as error:
+        raise UserError(f"the run directory {path} cannot be made ({error.strerror}); choose another --out") from error
+    return Run(path)
+
+
+def open_run(path: Path) -> Run:
+    """An existing run directory."""
+    if not path.is_dir():
+        raise DataError(f"there is no run directory {path}; `odcluster train DATA --out {path}` makes one")
+    if not (path / "config.json").is_file() or not (path / "manifest.csv").is_file():
+        raise DataError(f"{path} is not a run directory (no config.json and manifest.csv in it)")
+    return Run(path)
+
+
+class RunLock:
+    """Held while a process writes to a run. The operating system drops it with the process, so it is never stale."""
+
+    def __init__(self, run: Run) -> None:
+        self._path = run.path / "lock"
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> RunLock:
+        import fcntl
+
+        try:
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise DataError(
+                f"{self._path.parent} cannot be written to ({error.strerror}); check its permissions"
+            ) from error
+        try:
+            # A record lock, not flock: loader processes that outlive a killed parent for a moment must not hold it.
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(self._descriptor, 4096).decode(errors="replace").strip()
+            os.close(self._descriptor)
+            raise DataError(
+                f"{self._path.parent} is in use by another process ({holder or 'unknown'}); wait for it or stop it"
+            ) from error
+        os.truncate(self._descriptor, 0)
+        started = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.write(
+            self._descriptor,
+            json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": started}).encode(),
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file has either its old content or all of the new."""
+    prepared = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(prepared, "w", errors="surrogateescape", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(prepared, path)

@@ -1,0 +1,48 @@
+"""When what happens: phases, steps and the learning rate, as functions of the step alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from odcluster.methods.interface import Phase
+
+DECAY_SHARE = 1 / 11
+"""The paper trains 400 epochs at a constant rate and 40 more at a tenth of it."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The whole run laid out in steps."""
+
+    phases: list[Phase]
+    steps_per_epoch: int
+    total_steps: int
+
+    def phase_at(self, step: int) -> tuple[Phase, int]:
+        """The phase of a step and the step at which that phase began."""
+        start = 0
+        for phase in self.phases[:-1]:
+            if step < start + phase.epochs * self.steps_per_epoch:
+                return phase, start
+            start += phase.epochs * self.steps_per_epoch
+        return self.phases[-1], start
+
+    def lr(self, step: int) -> float:
+        phase, start = self.phase_at(step)
+        length = min(phase.epochs * self.steps_per_epoch, self.total_steps - start)
+        return phase.lr * rate(phase.schedule, (step - start) / length) * self._warmup(phase, step - start)
+
+    def _warmup(self, phase: Phase, done: int) -> float:
+        steps = phase.warmup_epochs * self.steps_per_epoch
+        return min(1.0, (done + 1) / steps) if steps > 0 else 1.0
+
+
+def rate(schedule: str, progress: float) -> float:
+    """The factor of the learning rate after this share of a phase."""
+    if schedule == "cosine":
+        return (1 + math.cos(math.pi * progress)) / 2
+    if schedule == "step":
+        return 0.1 if progress >= 1 - DECAY_SHARE else 1.0
+    assert schedule == "constant", schedule
+    return 1.0

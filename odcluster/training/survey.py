@@ -1,0 +1,114 @@
+"""Looks at all images outside the training steps: features of every image, and batch-norm calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from odcluster.data.loading import Loader, RawBatch
+from odcluster.data.order import batch_ids, epoch_order
+from odcluster.errors import DataError
+
+if TYPE_CHECKING:
+    from odcluster.training.trainer import Trainer
+
+CHUNK = 256
+"""Images per forward pass of an extraction; without gradients this fits wherever a training batch does."""
+
+
+def to_network(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """uint8 [..., H, W, 3] to normalised float [..., 3, H, W] on the device of `mean`; channels stay last in memory."""
+    moved = images.to(mean.device, non_blocking=True).float()
+    return ((moved / 255 - mean) / std).movedim(-1, -3)
+
+
+@torch.no_grad()
+def extract(
+    embed: Callable[[Tensor], Tensor],
+    loader: Loader,
+    num_samples: int,
+    device: torch.device,
+    notice: Callable[[RawBatch, int], None],
+) -> tuple[Tensor, Tensor]:
+    """`embed` of the evaluation view of every image: rows [N, D] float32, and which images could be used [N].
+
+    `notice` receives each batch and how many images are done: to name the refused, to show progress, to stop by
+    raising.
+    """
+    mean, std = loader.normalisation_on(device)
+    rows: Tensor | None = None
+    seen = torch.zeros(num_samples, dtype=torch.bool, device=device)
+    done = 0
+    for raw in loader.evaluation(np.arange(num_samples), CHUNK):
+        done += len(raw.ids) + len(raw.refused)
+        notice(raw, done)
+        if len(raw.ids) == 0:
+            continue
+        part = embed(to_network(raw.images[0], mean, std)).float()
+        if rows is None:
+            rows = part.new_zeros((num_samples, part.shape[1]))
+        ids = raw.ids.to(device)
+        rows[ids], seen[ids] = part, True
+    if rows is None:
+        raise DataError("none of the images can be used; are these images?")
+    return rows, seen
+
+
+class DataSurvey:
+    """See methods.interface.Survey."""
+
+    def __init__(self, trainer: Trainer, epoch: int) -> None:
+        self._trainer, self._epoch = trainer, epoch
+
+    def poll(self, doing: str, done: int, total: int) -> None:
+        self._trainer.stop.poll()
+        self._trainer.console.progress(doing, done, total)
+
+    def features(self, embed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        trainer = self._trainer
+        trainer.module.eval()
+
+        def notice(raw: RawBatch, done: int) -> None:
+            trainer._refuse(raw.refused)
+            self.poll("features of all images", done, len(trainer.manifest))
+
+        with trainer.autocast:
+            return extract(embed, trainer.loader, len(trainer.manifest), trainer.device, notice)
+
+    @torch.no_grad()
+    def calibrate(self, network: nn.Module, num_batches: int) -> None:
+        """Statistics of batch norm as the plain average over training batches; put back if interrupted."""
+        norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        if not norms or num_batches == 0:
+            return
+        trainer = self._trainer
+        before = {
+            key: value.clone()
+            for key, value in network.state_dict().items()
+            if "running_" in key or "num_batches" in key
+        }
+        momenta = [norm.momentum for norm in norms]
+        order = epoch_order(trainer.config.seed, self._epoch, len(trainer.manifest))
+        num_batches = min(num_batches, trainer.schedule.steps_per_epoch)
+        batches = [batch_ids(order, at, trainer.batch_size) for at in range(num_batches)]
+        try:
+            for norm in norms:
+                norm.reset_running_stats()
+                norm.momentum = None  # a cumulative average
+            network.train()
+            for done, raw in enumerate(trainer.loader.training(self._epoch, batches)):
+                trainer._refuse(raw.refused)
+                if len(raw.ids) > 1:
+                    with trainer.autocast:
+                        network.embed(to_network(raw.images, trainer.mean, trainer.std).flatten(0, 1))  # type: ignore[operator]
+                self.poll("batch-norm calibration", done + 1, num_batches)
+        except BaseException:
+            network.load_state_dict(before, strict=False)
+            raise
+        finally:
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum

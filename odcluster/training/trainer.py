@@ -1,0 +1,298 @@
+"""The loop. Owns time, the optimiser, the finite check, checkpoints and the wish to stop; knows nothing of learning.
+
+Promises: killed at any instant and resumed, a run ends with the same bits as one that was never stopped (same machine);
+a non-finite loss or gradient changes neither weights nor memories; an unreadable image is left out of its batch and
+named.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from odcluster.config import Config, fingerprint
+from odcluster.data.loading import Loader, RawBatch
+from odcluster.data.order import batch_ids, epoch_order, num_steps
+from odcluster.data.randomness import Purpose
+from odcluster.data.sources import Manifest
+from odcluster.errors import DataError, Diverged, Interrupted
+from odcluster.methods.interface import Batch, Method, Phase
+from odcluster.training import checkpoint, health
+from odcluster.training.checkpoint import NotSaved
+from odcluster.training.console import Console
+from odcluster.training.devices import StopFlag, seed_torch
+from odcluster.training.metrics import MetricsFile, Window
+from odcluster.training.run import Run, write_atomically
+from odcluster.training.schedule import Schedule
+from odcluster.training.survey import DataSurvey, to_network
+
+MEMORY_PREFIXES = ("samples.", "centroids.")
+"""Buffers of the method that go into memory.safetensors; everything else is the model."""
+MOST_SKIPS = 3
+"""This many non-finite steps in a row end the run."""
+
+
+class Trainer:
+    """One run, from wherever it stands to its end."""
+
+    def __init__(
+        self,
+        method: Method,
+        loader: Loader,
+        manifest: Manifest,
+        config: Config,
+        device: torch.device,
+        console: Console,
+        stop: StopFlag,
+    ) -> None:
+        assert config.batch_size is not None
+        assert config.epochs is not None
+        self.module = cast(nn.Module, method)
+        self.method, self.loader, self.manifest, self.config = method, loader, manifest, config
+        self.device, self.console, self.stop = device, console, stop
+        self.batch_size = min(config.batch_size, len(manifest))
+        steps_per_epoch = num_steps(len(manifest), self.batch_size)
+        total = steps_per_epoch * config.epochs
+        self.schedule = Schedule(method.phases(), steps_per_epoch, min(total, config.max_steps or total))
+        self.module.to(device)
+        cast(Any, method.backbone).to(memory_format=torch.channels_last)
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.running.precision == "bfloat16")
+        self.mean, self.std = loader.normalisation_on(device)
+        self.step = 0
+        self.begun = False  # whether begin_epoch has been done for the epoch of this step
+        self.skips = 0
+        self.refused: dict[int, str] = {}
+        self.window = Window()
+        self.warned: set[str] = set()
+        self.optimizer = self._new_optimizer(self.schedule.phase_at(0)[0])
+
+    # Where a run stands ------------------------------------------------------------
+
+    def run(self, run: Run, start: checkpoint.Checkpoint | None) -> None:
+        """Train to the end, writing to the run directory; raises Interrupted after saving when asked to stop."""
+        self.run_directory = run
+        self.just_loaded = start.path if start else None
+        self.metrics = MetricsFile(run.metrics_file, start.state["metrics_size"] if start else 0)
+        if start:
+            self._restore(start)
+        checkpoint.sweep(run.checkpoints)
+        self.last_save = self.interval_start = time.monotonic()
+        self.images = self.waited = 0.0
+        try:
+            while self.step < self.schedule.total_steps:
+                self._epoch()
+            self.save(last=True)
+        except Interrupted as stopped:
+            self.save(last=True)
+            raise Interrupted(
+                f"stopped at step {self.step}, everything saved: `odcluster resume {run.path}` goes on"
+            ) from stopped
+        finally:
+            self.metrics.close()
+
+    def save(self, last: bool = False) -> None:
+        """Write a checkpoint. When the disk is full, go on and try again later; at the end, say so and fail."""
+        state = {
+            "begun": self.begun,
+            "skips": self.skips,
+            "refused": self.refused,
+            "window": self.window.state(),
+            "warned": sorted(self.warned),
+            "metrics_size": self.metrics.size(),
+            "manifest": self.manifest.fingerprint(),
+            "config": fingerprint(self.config),
+            "versions": {"torch": torch.__version__},
+        }
+        try:
+            checkpoint.save(self.run_directory.checkpoints, self.step, self.tensors(), state)
+            checkpoint.prune(self.run_directory.checkpoints, self.config.running.keep_checkpoints, self.just_loaded)
+        except NotSaved as error:
+            if last:
+                raise DataError(
+                    f"{error}; free some space, then `odcluster resume {self.run_directory.path}`"
+                ) from error
+            self.console.warn(f"{error}; earlier checkpoints are intact, training goes on and tries again later")
+        self.last_save = time.monotonic()
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """All state of the run that is made of tensors, by file."""
+        model: dict[str, Tensor] = {}
+        memory: dict[str, Tensor] = {}
+        for name, tensor in self.module.state_dict().items():
+            (memory if name.startswith(MEMORY_PREFIXES) else model)[name] = tensor
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
+        optimizer = {
+            f"{names[parameter]}.{key}": value
+            for parameter, entries in self.optimizer.state.items()
+            for key, value in entries.items()
+            if isinstance(value, Tensor)
+        }
+        return {"model": model, "memory": memory, "optimizer": optimizer}
+
+    def _restore(self, start: checkpoint.Checkpoint) -> None:
+        state = start.state
+        self.step, self.begun, self.skips = state["step"], state["begun"], state["skips"]
+        self.refused = {int(key): reason for key, reason in state["refused"].items()}
+        self.window = Window(state["window"])
+        self.warned = set(state["warned"])
+        self.module.load_state_dict({**start.tensors["model"], **start.tensors["memory"]})
+        phase, phase_start = self.schedule.phase_at(self.step)
+        self.optimizer = self._new_optimizer(phase)
+        if self.step > phase_start:  # a new phase starts with an empty optimiser
+            parameters = dict(self.module.named_parameters())
+            for key, value in start.tensors["optimizer"].items():
+                name, _, entry = key.rpartition(".")
+                self.optimizer.state[parameters[name]][entry] = value.to(self.device)
+
+    # One epoch, one step ------------------------------------------------------------
+
+    def _epoch(self) -> None:
+        epoch, position = divmod(self.step, self.schedule.steps_per_epoch)
+        order = epoch_order(
+            self.config.seed, epoch, len(self.manifest), self.config.optimiser.sampling == "replacement"
+        )
+        steps = min(self.schedule.steps_per_epoch, self.schedule.total_steps - epoch * self.schedule.steps_per_epoch)
+        if not self.begun:
+            self._begin_epoch(epoch)
+        batches = [batch_ids(order, at, self.batch_size) for at in range(position, steps)]
+        asked = time.monotonic()
+        for raw in self.loader.training(epoch, batches):
+            self.waited += time.monotonic() - asked
+            self._refuse(raw.refused)
+            if len(raw.ids) > 1:  # batch norm needs two
+                self._train_step(raw, epoch)
+            self.images += len(raw.ids)
+            self.step += 1
+            if self.step % self.schedule.steps_per_epoch == 0:
+                self.method.end_epoch(epoch)
+                self.begun = False
+            if self.step % self.config.running.log_interval == 0 or self.step == self.schedule.total_steps:
+                self._log(epoch)
+            if time.monotonic() - self.last_save > self.config.running.checkpoint_minutes * 60:
+                self.save()
+            self.stop.poll()
+            asked = time.monotonic()
+
+    def _begin_epoch(self, epoch: int) -> None:
+        if self.schedule.phase_at(self.step)[1] == self.step:
+            self.optimizer = self._new_optimizer(self.schedule.phase_at(self.step)[0])
+        survey = DataSurvey(self, epoch)
+        event = self.method.begin_epoch(epoch, survey)
+        if event:
+            self.metrics.write({"step": self.step, "epoch": epoch, "event": "clusters", **event})
+        self.begun = True
+
+    def _train_step(self, raw: RawBatch, epoch: int) -> None:
+        """Forward, backward, finite check, SGD step, memories: the one order in which it happens."""
+        seed_torch(self.config.seed, Purpose.STEP, self.step)
+        batch = Batch(raw.ids.to(self.device), to_network(raw.images, self.mean, self.std), epoch=epoch, step=self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule.lr(self.step)
+        running = [buffer for name, buffer in self.module.named_buffers() if not name.startswith(MEMORY_PREFIXES)]
+        before = [buffer.clone() for buffer in running]  # batch-norm statistics: a forward pass changes them
+        self.module.train()
+        with self.autocast:
+            outcome = self.module(batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        outcome.loss.backward()
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        if not torch.isfinite(outcome.loss.detach() + nn.utils.get_total_norm(gradients)):
+            for buffer, old in zip(running, before, strict=True):
+                buffer.copy_(old)
+            self._skip(batch, float(outcome.loss))
+            return
+        self.optimizer.step()
+        self.skips = 0
+        with torch.no_grad():
+            values = self.method.after_step(batch, outcome)
+        self.window.add({"loss": outcome.loss, **values})
+
+    def _skip(self, batch: Batch, loss: float) -> None:
+        self.skips += 1
+        self.window.add({"skipped": 1.0})
+        if self.skips < MOST_SKIPS:
+            self.console.warn(f"step {self.step}: the loss or a gradient is not finite; the step was left out")
+            return
+        record = {
+            "step": self.step,
+            "epoch": batch.epoch,
+            "seed": self.config.seed,
+            "loss": str(loss),
+            "lr": self.schedule.lr(self.step),
+            "ids": batch.ids.tolist(),
+            "paths": [self.manifest.paths[i] for i in batch.ids.tolist()],
+        }
+        folder = self.run_directory.path / "diverged"
+        folder.mkdir(exist_ok=True)
+        write_atomically(folder / f"step-{self.step:08d}.json", json.dumps(record, indent=1))
+        raise Diverged(
+            f"{MOST_SKIPS} steps in a row gave a non-finite loss or gradient (the last one, step {self.step}, is "
+            f"described in {folder}); train again with a lower --lr than {self.schedule.lr(self.step):g}"
+        )
+
+    # What people and files are told ------------------------------------------------------------
+
+    def _refuse(self, refused: Iterable[tuple[int, str]]) -> None:
+        """Name unreadable images in bad_images.csv; stop when there are too many."""
+        new = {i: reason for i, reason in refused if i not in self.refused}
+        if not new:
+            return
+        self.refused.update(new)
+        self.run_directory.write_refused((i, self.manifest.paths[i], why) for i, why in self.refused.items())
+        first, reason = next(iter(new.items()))
+        others = f" and {len(new) - 1} more" if len(new) > 1 else ""
+        self.console.warn(
+            f"cannot use {printable(self.manifest.paths[first])} ({reason}){others}: left out, see bad_images.csv"
+        )
+        share, most = len(self.refused) / len(self.manifest), self.config.running.max_refused
+        if share > most:
+            raise DataError(
+                f"{len(self.refused)} of {len(self.manifest)} images cannot be used ({share:.1%}, more than {most:.1%}); they "
+                f"are listed in {self.run_directory.refused_file}: repair or remove them, or raise --max-refused"
+            )
+
+    def _log(self, epoch: int) -> None:
+        now = time.monotonic()
+        seconds = now - self.interval_start
+        timing = {
+            "seconds": seconds,
+            "images_per_second": self.images / seconds,
+            "waiting": self.waited / seconds,
+        }
+        means = self.window.means()
+        phase, _ = self.schedule.phase_at(self.step - 1)
+        line: dict[str, Any] = {
+            "step": self.step,
+            "epoch": epoch,
+            "phase": phase.name,
+            "lr": self.schedule.lr(self.step - 1),
+        }
+        line |= {**means, **(self.method.health() if "change" in means else {}), "timing": timing}
+        self.metrics.write(line)
+        self.interval_start, self.images, self.waited = now, 0.0, 0.0
+        detail = health.progress_line(line, epochs=self.config.epochs or 0)
+        self.console.progress(f"training ({phase.name})", self.step, self.schedule.total_steps, detail)
+        for kind, sentence in health.worries(line, self.schedule, len(self.manifest), self.config):
+            if kind not in self.warned:
+                self.warned.add(kind)
+                self.console.warn(sentence)
+
+    def _new_optimizer(self, phase: Phase) -> torch.optim.SGD:
+        """SGD; the linear classifier has no momentum, as in the authors' code."""
+        momentum = self.config.optimiser.sgd_momentum
+        classifier = [p for n, p in self.module.named_parameters() if n.startswith("classifier.")]
+        others = [p for n, p in self.module.named_parameters() if not n.startswith("classifier.")]
+        groups: list[dict[str, Any]] = [{"params": others, "momentum": momentum}]
+        if classifier:
+            groups.append({"params": classifier, "momentum": 0.0})
+        return torch.optim.SGD(groups, lr=phase.lr, weight_decay=phase.weight_decay)
+
+
+def printable(name: str) -> str:
+    """A file name that cannot disturb a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in name)

@@ -1,0 +1,156 @@
+"""The same bits: for any number of workers, twice the same seed, stopped or killed anywhere and resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import TINY, metrics_without_timings, state_hash
+
+import odcluster
+from odcluster.errors import Interrupted
+from odcluster.training import checkpoint
+from odcluster.training.devices import StopFlag
+
+METHODS = {"odc": {}, "rotation": {"method": "rotation"}, "paper": {"recipe": "odc_resnet50_imagenet", "lr": 0.01}}
+
+
+@pytest.fixture(scope="session")
+def references(image_folder, tmp_path_factory):
+    """One undisturbed run per method."""
+    folder = tmp_path_factory.mktemp("references")
+    runs: dict[str, Path] = {}
+
+    def reference(method: str) -> Path:
+        if method not in runs:
+            runs[method] = odcluster.train(image_folder, out=folder / method, quiet=True, **TINY, **METHODS[method])
+        return runs[method]
+
+    return reference
+
+
+def same(run: Path, reference: Path) -> None:
+    assert state_hash(run) == state_hash(reference)
+    assert metrics_without_timings(run) == metrics_without_timings(reference)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_the_number_of_workers_changes_nothing(method, workers, references, image_folder, tmp_path):
+    options = {**TINY, **METHODS[method], "workers": workers}
+    same(odcluster.train(image_folder, out=tmp_path / "run", quiet=True, **options), references(method))
+
+
+def test_another_seed_gives_another_run(references, image_folder, tmp_path):
+    run = odcluster.train(image_folder, out=tmp_path / "run", quiet=True, **TINY, seed=1)
+    assert state_hash(run) != state_hash(references("odc"))
+
+
+@pytest.mark.parametrize("cache_gb", [0.0, 0.00005])
+def test_the_cache_changes_nothing(cache_gb, references, image_folder, tmp_path):
+    run = odcluster.train(image_folder, out=tmp_path / "run", quiet=True, **TINY, cache_gb=cache_gb)
+    same(run, references("odc"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_stopped_at_every_step_and_resumed(method, references, image_folder, tmp_path, monkeypatch):
+    """A stop is wanted at every poll: one step (or one batch of an extraction) per sitting."""
+    polls = {"left": 0}
+
+    def poll(self):
+        polls["left"] -= 1
+        if polls["left"] < 0:
+            raise Interrupted("stopped as asked")
+
+    monkeypatch.setattr(StopFlag, "poll", poll)
+    run, sittings = tmp_path / "run", 0
+    polls["left"] = 2
+    with pytest.raises(Interrupted):
+        odcluster.train(image_folder, out=run, quiet=True, **TINY, **METHODS[method])
+    while True:
+        polls["left"] = (4, 9, 27, 28, 6)[sittings % 5]  # 25 get through an initial clustering
+        sittings += 1
+        try:
+            odcluster.resume(run, quiet=True)
+            break
+        except Interrupted:
+            assert sittings < 60
+    assert sittings > 3
+    same(run, references(method))
+
+
+KILLED = """
+import os, signal, sys
+import odcluster
+from odcluster.training import checkpoint, trainer
+from conftest import TINY
+verb, folder, run, where = sys.argv[1:5]
+if where.startswith("step "):
+    original = trainer.Trainer._train_step
+    def step(self, raw, epoch):
+        if self.step == int(where[5:]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, raw, epoch)
+    trainer.Trainer._train_step = step
+else:
+    name, _, number = where.partition("@")
+    count = [0]
+    def reached(point):
+        count[0] += point == name
+        if point == name and count[0] == int(number):
+            os.kill(os.getpid(), signal.SIGKILL)
+    checkpoint.reached = reached
+if verb == "train":
+    odcluster.train(folder, out=run, quiet=True, **TINY, checkpoint_minutes=0)
+else:
+    odcluster.resume(run, quiet=True)
+"""
+
+
+def killed(verb: str, folder: Path, run: Path, where: str) -> int:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, verb, str(folder), str(run), where],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "step 0",
+        "step 7",
+        "step 12",
+        "before mkdir@1",
+        "after model@3",
+        "before fsync of memory@2",
+        "before state.json@9",
+        "before rename@8",
+        "after rename@8",
+        "during prune@4",
+    ],
+)
+def test_killed_and_resumed(where, references, image_folder, tmp_path):
+    run = tmp_path / "run"
+    assert killed("train", image_folder, run, where) == -signal.SIGKILL
+    odcluster.resume(run, quiet=True)
+    same(run, references("odc"))
+    assert not list((run / "checkpoints").glob(".tmp-*"))
+    assert len(checkpoint.candidates(run / "checkpoints")) >= 2
+
+
+def test_killed_again_while_resuming(references, image_folder, tmp_path):
+    run = tmp_path / "run"
+    killed("train", image_folder, run, "step 5")
+    killed("resume", image_folder, run, "step 9")
+    killed("resume", image_folder, run, "before rename@1")
+    odcluster.resume(run, quiet=True)
+    same(run, references("odc"))
