@@ -252,8 +252,8 @@ class Trainer:
         share, most = len(self.refused) / len(self.manifest), self.config.running.max_refused
         if share > most:
             raise DataError(
-                f"{len(self.refused)} of {len(self.manifest)} images cannot be used ({share:.1%}, more than {most:.1%}); they "
-                f"are listed in {self.run_directory.refused_file}: repair or remove them, or raise --max-refused"
+                f"{len(self.refused)} of {len(self.manifest)} images cannot be used ({share:.1%}, allowed {most:.1%}): "
+                f"see {self.run_directory.refused_file}, repair or remove them, or raise --max-refused"
             )
 
     def _log(self, epoch: int) -> None:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TINY, metrics_without_timings, state_hash
+from tiny_runs import TINY, metrics_without_timings, state_hash
 
 import odcluster
 from odcluster.errors import Interrupted
@@ -79,7 +79,7 @@ def test_stopped_at_every_step_and_resumed(method, references, image_folder, tmp
             break
         except Interrupted:
             assert sittings < 60
-    assert sittings > 3
+    assert sittings >= 3
     same(run, references(method))
 
 
@@ -87,7 +87,7 @@ KILLED = """
 import os, signal, sys
 import odcluster
 from odcluster.training import checkpoint, trainer
-from conftest import TINY
+from tiny_runs import TINY
 verb, folder, run, where = sys.argv[1:5]
 if where.startswith("step "):
     original = trainer.Trainer._train_step
@@ -112,7 +112,8 @@ else:
 
 
 def killed(verb: str, folder: Path, run: Path, where: str) -> int:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    # Sums over threads depend on their number, which the test processes set to one.
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", KILLED, verb, str(folder), str(run), where],
         env=environment,
