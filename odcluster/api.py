@@ -120,9 +120,8 @@ def execute(
     with RunLock(run), StopFlag() as stop, console:
         console.log_to(run.log_file)
         started = time.monotonic()
-        loader = build_loader(config, source, method, device, console, stop)
-        trainer = Trainer(method, loader, source.manifest, config, device, console, stop)
-        trainer.run(run, found)
+        with build_loader(config, source, method, device, console, stop) as loader:
+            Trainer(method, loader, source.manifest, config, device, console, stop).run(run, found)
         console.say(f"done in {duration(time.monotonic() - started)}: {run.path}", style="bold")
         for sentence in deliver(run, config, source, method):
             console.say(f"  {sentence}")
@@ -186,8 +185,7 @@ def fit_epochs(config: Config, source: Source, device: torch.device, console: Co
     assert config.batch_size is not None
     trial = dataclasses.replace(config, minutes=None, epochs=2)
     method = build_method(trial, len(source), device, Console(quiet=True))
-    with StopFlag() as stop:
-        loader = build_loader(trial, source, method, device, console, stop)
+    with StopFlag() as stop, build_loader(trial, source, method, device, console, stop) as loader:
         per_step, per_image = measure(trial, method, loader, len(source), device, stop)
     steps = num_steps(len(source), config.batch_size)
     available = config.minutes * 60 * 0.95 - per_image * len(source)  # 5 % for checkpoints and the end

@@ -96,14 +96,12 @@ def judge(
     device = choose_device(config.device)
     quiet = Console(quiet=True)
     untrained = api.build_method(config, len(source), device, quiet)
-    loader = api.build_loader(config, source, untrained, device, quiet, StopFlag())
     backbone = cast(Backbone, untrained.backbone)
-    settle_batch_norm(backbone, loader, len(source), device)
     trained = load_backbone(run_path).to(device)
-    verdicts = [
-        measure(b, loader, truth, device, name, console) for b, name in ((backbone, "before"), (trained, "after"))
-    ]
-    return verdicts[0], verdicts[1]
+    with api.build_loader(config, source, untrained, device, quiet, StopFlag()) as loader:
+        settle_batch_norm(backbone, loader, len(source), device)
+        before = measure(backbone, loader, truth, device, "before", console)
+        return before, measure(trained, loader, truth, device, "after", console)
 
 
 @torch.no_grad()

@@ -176,13 +176,13 @@ class Loader:
         pin_memory: bool = False,
     ) -> None:
         self._normalisation = normalisation
-        self._requests: list[Request] = []
+        self._requests = _Requests()
         cv2.setNumThreads(0)  # the views of a batch are made by one process each
         warnings.filterwarnings("ignore", message="This DataLoader will create")  # more than cores: the user's choice
         self._loader: DataLoader[RawBatch] = DataLoader(
             Views(source, augmentation, image_size, seed, cache),
             batch_size=None,
-            sampler=cast(Any, _Requests(self)),
+            sampler=cast(Any, self._requests),
             num_workers=workers,
             persistent_workers=workers > 0,
             prefetch_factor=4 if workers > 0 else None,
@@ -204,8 +204,17 @@ class Loader:
         """The evaluation view of the given images, in order."""
         return self._serve([Request(ids[at : at + batch_size], None) for at in range(0, len(ids), batch_size)])
 
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the workers now: left to the garbage collector, a later run's workers would inherit them."""
+        if (iterator := self._loader._iterator) is not None:
+            self._loader._iterator = None
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+
     def _serve(self, requests: list[Request]) -> Iterator[RawBatch]:
-        self._requests = requests
+        self._requests.pending = requests
         try:
             yield from self._loader
         except RuntimeError as error:
@@ -219,14 +228,14 @@ class Loader:
 class _Requests:
     """The sampler of the data loader: whatever is to be served next."""
 
-    def __init__(self, loader: Loader) -> None:
-        self._owner = loader
+    def __init__(self) -> None:
+        self.pending: list[Request] = []
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._owner._requests)
+        return iter(self.pending)
 
     def __len__(self) -> int:
-        return len(self._owner._requests)
+        return len(self.pending)
 
 
 def _quiet_worker(worker: int) -> None:
