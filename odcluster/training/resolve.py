@@ -37,12 +37,9 @@ def resolve(config: Config, source: Source, device: torch.device) -> tuple[Confi
     assert config.image_size is not None
     size = config.image_size
     if config.augmentation.crop_size is None:
-        if config.recipe == "odc_small" and size <= SMALL_IMAGE:
-            choose(
-                "crop_size",
-                max(16, size * 3 // 4 // 4 * 4),
-                "training on smaller crops is faster",
-            )
+        if config.recipe == "odc_small":
+            grid = 4 if size <= SMALL_IMAGE else 32
+            choose("crop_size", max(16, size * 3 // 4 // grid * grid), "training on smaller crops is faster")
         else:
             config = changed(config, crop_size=size)
     if config.backbone is None:
@@ -78,6 +75,8 @@ def resolve(config: Config, source: Source, device: torch.device) -> tuple[Confi
     steps = num_steps(count, config.batch_size)
     if config.max_steps is not None and (config.epochs is None or config.max_steps <= config.epochs * steps):
         choose("epochs", -(-config.max_steps // steps), f"{config.max_steps} steps at {steps} steps per epoch")
+    elif config.epochs is None and config.minutes is None and size > SMALL_IMAGE and device.type == "cpu":
+        choose("minutes", 30.0, "photos on a CPU take long; give --minutes or --epochs for more")
     elif config.epochs is None and config.minutes is None:
         epochs = max(10, min(200, IMAGES_TO_SEE // count))
         choose("epochs", epochs, f"about {IMAGES_TO_SEE:,} images in all, between 10 and 200 epochs")
