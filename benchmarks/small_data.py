@@ -2,8 +2,8 @@
 
     python benchmarks/small_data.py TRAIN TEST --images 10000 --minutes 10 --seeds 0 1 --out results/small_data.json
 
-TRAIN and TEST are anything `odcluster train` takes that has labels (CIFAR-10's files, class trees, packed files). The labels are
-used for the verdict only. One run per seed; every run is reported.
+TRAIN and TEST are anything `odcluster train` takes that has labels (CIFAR-10's files, class trees, packed files). The
+labels are used for the verdict only. One run per seed; every run is reported.
 """
 
 from __future__ import annotations
@@ -102,8 +102,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--recipe", default="odc_small")
+    parser.add_argument("--recipe")
     parser.add_argument("--method", default="odc")
+    parser.add_argument("--weights", help="start from this run or file")
     parser.add_argument("--layers", nargs="+", default=["conv3", "conv4", "conv5"])
     parser.add_argument("--runs", type=Path, default=Path("runs/small_data"))
     parser.add_argument("--out", type=Path, required=True)
@@ -113,12 +114,12 @@ def main() -> None:
     sources = [open_source(data), open_source(test_data)]
     labels = [torch.from_numpy(t[: len(s)]) for t, s in zip(truth, sources, strict=True) if t is not None]
     results = []
+    weights = {"weights": given.weights} if given.weights else {}
     for seed in given.seeds:
         began = time.monotonic()
-        run = odcluster.train(
-            data, out=api.numbered(str(given.runs / f"{given.recipe}-{seed}")), recipe=given.recipe, method=given.method,
-            minutes=given.minutes, epochs=given.epochs, seed=seed,
-        )  # fmt: skip
+        out = api.numbered(str(given.runs / f"{given.recipe or given.method}-{seed}"))
+        budget = {"minutes": given.minutes, "epochs": given.epochs}
+        run = odcluster.train(data, out=out, recipe=given.recipe, method=given.method, seed=seed, **budget, **weights)
         minutes = (time.monotonic() - began) / 60
         lines = [line for line in read_metrics(run / "metrics.jsonl") if "event" not in line]
         result = {"seed": seed, "minutes": round(minutes, 2), "epochs": open_run(run).config().epochs}

@@ -4,49 +4,68 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import nn
 
 from odcluster.config import Config, changed, fingerprint
-from odcluster.data.loading import Cache, Loader
+from odcluster.data.loading import Cache, Loader, RawBatch
 from odcluster.data.order import num_steps
-from odcluster.data.randomness import Purpose
+from odcluster.data.randomness import Purpose, permutation
 from odcluster.data.sources import FileSource, PackedSource, Source, open_source
 from odcluster.errors import DataError, UserError
+from odcluster.evaluation.knn import neighbours_kept
 from odcluster.explore.deliver import deliver
+from odcluster.methods.colorization import Colorization
+from odcluster.methods.deepcluster import DeepCluster
 from odcluster.methods.interface import Batch, Method
+from odcluster.methods.jigsaw import Jigsaw
 from odcluster.methods.odc import ODC
 from odcluster.methods.rotation import Rotation
-from odcluster.models.backbones import Backbone, create_backbone
+from odcluster.models.backbones import Backbone, create_backbone, freeze_stages
 from odcluster.models.weights import load_backbone_weights
+from odcluster.recipes import default_recipe
 from odcluster.recipes import recipe as recipe_of
 from odcluster.training import checkpoint
 from odcluster.training.console import Console, duration
 from odcluster.training.devices import StopFlag, choose_device, seed_torch
 from odcluster.training.resolve import describe, resolve
 from odcluster.training.run import Run, RunLock, create_run, open_run
-from odcluster.training.survey import to_network
+from odcluster.training.survey import extract, to_network
 from odcluster.training.trainer import Trainer
 
-METHODS: dict[str, type[ODC] | type[Rotation]] = {"odc": ODC, "rotation": Rotation}
+METHODS: dict[str, type[ODC | DeepCluster | Rotation | Jigsaw | Colorization]] = {
+    "odc": ODC,
+    "deepcluster": DeepCluster,
+    "rotation": Rotation,
+    "jigsaw": Jigsaw,
+    "colorization": Colorization,
+}
+SAMPLE = 2000
+"""Images among which neighbours are compared before and after fine-tuning."""
+FEW_KEPT = 0.1
+"""Below this share of kept neighbours, a warning."""
 
 
 def train(
     data: str | os.PathLike[str] | np.ndarray,
     *,
     out: str | os.PathLike[str] | None = None,
-    recipe: str = "odc_small",
+    recipe: str | None = None,
     quiet: bool = False,
     **options: Any,
 ) -> Path:
     """Train on images; returns the run directory. Options are those of `odcluster train --help-all`."""
-    return start(changed(recipe_of(recipe), **options), data, out, Console(quiet=quiet))
+    named = recipe or default_recipe(options.get("method", "odc"), weights=bool(options.get("weights")))
+    return start(changed(recipe_of(named), **options), data, out, Console(quiet=quiet))
 
 
 def start(
@@ -65,12 +84,14 @@ def start(
     device = choose_device(config.device)
     config, chosen = resolve(config, source, device)
     manifest = source.manifest
-    console.say(f"{len(source):,} images ({manifest.kind}) in {manifest.root or 'memory'}")
-    for line in describe(config, chosen):
-        console.say(line)
+    about = [f"{len(source):,} images ({manifest.kind}) in {manifest.root or 'memory'}", *describe(config, chosen)]
     if config.minutes is not None:
+        console.say("\n".join(about))
+        about = []
         config = fit_epochs(config, source, device, console)
     method = build_method(config, len(source), device, console)
+    for line in about:
+        console.say(line)
     run = create_run(path, config, manifest)
     return execute(run, config, source, method, device, None, console)
 
@@ -122,26 +143,27 @@ def execute(
         started = time.monotonic()
         with build_loader(config, source, method, device, console, stop) as loader:
             Trainer(method, loader, source.manifest, config, device, console, stop).run(run, found)
+            kept = kept_neighbours(config, method, loader, len(source), device, console) if config.weights else None
         console.say(f"done in {duration(time.monotonic() - started)}: {run.path}", style="bold")
         for sentence in deliver(run, config, source, method):
             console.say(f"  {sentence}")
+        if kept is not None:
+            console.say(
+                f"  {kept:.0%} of each image's 10 nearest neighbours are those it had under the weights it started from"
+            )
+            if kept < FEW_KEPT:
+                console.warn(
+                    "training changed nearly everything these weights knew; if that was not wanted, use a lower --lr, "
+                    "--freeze-stages or --layer-decay"
+                )
     return run.path
 
 
 def build_method(
     config: Config, num_samples: int, device: torch.device, console: Console, with_weights: bool = True
 ) -> Method:
-    """Backbone (random or from the given weights) and method, as the seed has it."""
-    assert config.backbone is not None
-    assert config.image_size is not None
-    seed_torch(config.seed, Purpose.WEIGHTS)
-    stem = "standard" if config.weights else "auto"
-    backbone = create_backbone(config.backbone, image_size=config.image_size, stem=cast(Any, stem))
-    if backbone.stem == "small":
-        console.say(f"  {'stem':14} small  (3x3, stride 1, no pooling: the images are {config.image_size} px)")
-    if config.weights and with_weights:
-        report = load_backbone_weights(backbone, config.weights)
-        console.say(report.text())
+    """Backbone and method, as the seed has them."""
+    backbone = build_backbone(config, console, with_weights)
     method = METHODS[config.method](backbone, num_samples, config)
     if config.running.compile:
         backbone.compile()
@@ -149,6 +171,58 @@ def build_method(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     return cast(Method, method.to(device))
+
+
+def build_backbone(config: Config, console: Console, with_weights: bool = True) -> Backbone:
+    """A backbone with random weights, or with those the configuration names."""
+    assert config.backbone is not None
+    assert config.image_size is not None
+    seed_torch(config.seed, Purpose.WEIGHTS)
+    backbone = create_backbone(
+        config.backbone,
+        image_size=config.image_size,
+        in_channels=2 if config.method == "deepcluster" and config.deepcluster.sobel else 3,
+        stem=stem_of(config.weights),
+    )
+    if backbone.stem == "small":
+        console.say(f"  {'stem':14} small  (3x3, stride 1, no pooling: the images are {config.image_size} px)")
+    if config.weights and with_weights:
+        report = load_backbone_weights(backbone, config.weights, min_matched=config.fine_tuning.min_matched)
+        console.say(report.text())
+    freeze_stages(backbone, config.fine_tuning.freeze_stages)
+    return backbone
+
+
+def stem_of(weights: str | None) -> Literal["auto", "standard", "small"]:
+    """Weights decide about the stem: those of another run have its own, those of others the standard one."""
+    if weights is None:
+        return "auto"
+    description = Path(weights) / "backbone" / "config.json"
+    if not description.is_file():
+        description = Path(weights) / "config.json"
+    return (
+        "small" if description.is_file() and json.loads(description.read_text()).get("stem") == "small" else "standard"
+    )
+
+
+def kept_neighbours(
+    config: Config, method: Method, loader: Loader, num_samples: int, device: torch.device, console: Console
+) -> float:
+    """What fine-tuning did to the features, without labels: the share of nearest neighbours that stayed."""
+    after = cast(nn.Module, method).eval()
+    before = METHODS[config.method](build_backbone(config, Console(quiet=True)), 1, config).to(device).eval()
+    ids = permutation(config.seed, 0, num_samples)[:SAMPLE]
+    rows = []
+    for name, network in (("before", before), ("after", after)):
+        embed = network.features if isinstance(network, DeepCluster) else cast(Backbone, network.backbone)
+        progress = partial(console.progress, f"features {name} training", total=len(ids))
+        found, seen = extract(embed, loader, np.sort(ids), device, partial(_show, progress))
+        rows.append(found[seen])
+    return neighbours_kept(rows[0], rows[1])
+
+
+def _show(progress: Callable[..., None], raw: RawBatch, done: int) -> None:
+    progress(done=done)
 
 
 def build_loader(

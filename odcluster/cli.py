@@ -75,7 +75,7 @@ def train_verb(given: list[str]) -> None:
     """Learn features and clusters from images, without labels."""
     from odcluster.recipes import recipe
 
-    default = recipe(named_recipe(given))
+    default = recipe(given_value("recipe", given) or chosen_recipe(given))
     values = parse_options("train", train_verb, given, default, {"data": required("DATA", doc("data"))})
     data, out = values.pop("data"), values.pop("out")
     chosen = changed(default, **values)
@@ -158,14 +158,23 @@ def shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def named_recipe(given: list[str]) -> str:
-    """The value of --recipe, needed before the other options because it gives their defaults."""
+def chosen_recipe(given: list[str]) -> str:
+    """The recipe when none is named: that of the method. Needed before parsing, because it gives the other defaults."""
+    from odcluster.recipes import RECIPES, default_recipe
+
+    weights = given_value("weights", given) is not None
+    named = default_recipe(given_value("method", given) or Config.method, weights=weights)
+    return named if named in RECIPES else Config.recipe  # a method that does not exist is refused by the parser
+
+
+def given_value(option: str, given: list[str]) -> str | None:
+    """What follows --option, if it is there."""
     for at, word in enumerate(given):
-        if word == "--recipe" and at + 1 < len(given):
+        if word == f"--{option}" and at + 1 < len(given):
             return given[at + 1]
-        if word.startswith("--recipe="):
+        if word.startswith(f"--{option}="):
             return word.split("=", 1)[1]
-    return Config.recipe
+    return None
 
 
 def parse_options(verb: str, about: Any, given: list[str], default: Config, extra: dict[str, Option]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from odcluster.errors import UserError
 
-Method = Literal["odc", "rotation"]
+Method = Literal["odc", "deepcluster", "rotation", "jigsaw", "colorization"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +95,36 @@ class WarmStart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeepClusterOptions:
+    """Only for --method deepcluster."""
+
+    sobel: bool = True
+    """The network sees the two Sobel gradients of the grey image instead of colours, as published."""
+    balance: Literal["sampling", "weights"] = "sampling"
+    """sampling: each cluster is drawn equally often, as published. weights: the loss is weighted by 1/sqrt(size)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JigsawOptions:
+    """Only for --method jigsaw."""
+
+    permutations: int = 100
+    """Number of tile orders to tell apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FineTuning:
+    """Only with --weights: how much of what the weights know may change."""
+
+    freeze_stages: int = 0
+    """The first n stages of the backbone are not trained."""
+    layer_decay: float = 1.0
+    """Each stage before the last learns slower by this factor (0.7, say); 1 trains all alike."""
+    min_matched: float = 0.9
+    """Refuse weights in which less than this share of the backbone's tensors is found."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Optimiser:
     """SGD, its schedule, and how the images of a step are drawn."""
 
@@ -139,13 +169,13 @@ class Config:
     data: str = ""
     """The images: a folder, a list (.txt, .csv), arrays (.npy, .npz), CIFAR-10's files or a VOC folder."""
     method: Method = "odc"
-    """What is learned: odc (Online Deep Clustering) or rotation (the pretext task alone)."""
+    """What is learned: odc (Online Deep Clustering), deepcluster, or a pretext task: rotation, jigsaw, colorization."""
     recipe: str = "odc_small"
-    """Named set of defaults that all other options start from; see `odcluster info`."""
+    """Named set of defaults that all other options start from, METHOD_small if not given; see `odcluster info`."""
     backbone: str | None = None
     """`smallconv`, the paper's `alexnet`, or any timm name (resnet50, vit_small_patch16_224, ...)."""
     weights: str | None = None
-    """Start from this run directory or weights file instead of random weights."""
+    """Start from a run directory, a .safetensors or .pth file, or `timm` / `timm:TAG` (downloads), not at random."""
     clusters: int | None = None
     """C, the number of clusters."""
     epochs: int | None = None
@@ -172,6 +202,9 @@ class Config:
     head: Head = field(default_factory=Head)
     clustering: Clustering = field(default_factory=Clustering)
     warm_start: WarmStart = field(default_factory=WarmStart)
+    deepcluster: DeepClusterOptions = field(default_factory=DeepClusterOptions)
+    jigsaw: JigsawOptions = field(default_factory=JigsawOptions)
+    fine_tuning: FineTuning = field(default_factory=FineTuning)
     optimiser: Optimiser = field(default_factory=Optimiser)
     running: Running = field(default_factory=Running)
 
@@ -208,6 +241,9 @@ GROUPS: dict[str, Any] = {
     "head": Head,
     "clustering": Clustering,
     "warm_start": WarmStart,
+    "deepcluster": DeepClusterOptions,
+    "jigsaw": JigsawOptions,
+    "fine_tuning": FineTuning,
     "optimiser": Optimiser,
     "running": Running,
 }

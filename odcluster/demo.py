@@ -123,7 +123,7 @@ def measure(
     rows, seen = extract(
         backbone,
         loader,
-        total,
+        np.arange(total),
         device,
         lambda raw, done: console.progress(f"features {name} training", done, total),
     )

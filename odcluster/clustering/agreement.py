@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
+from scipy.optimize import linear_sum_assignment
 
 Labels = NDArray[np.integer] | torch.Tensor | Sequence[int]
 

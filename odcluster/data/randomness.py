@@ -29,6 +29,7 @@ class Purpose(IntEnum):
     SPLIT = 6
     STEP = 7
     WEIGHTS = 8
+    PRETEXT = 9
 
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 
@@ -64,6 +66,9 @@ class Method(Protocol):
     def phases(self) -> list[Phase]: ...
 
     def begin_epoch(self, epoch: int, survey: Survey) -> Mapping[str, float]: ...
+
+    def epoch_order(self, epoch: int) -> NDArray[np.int64] | None:
+        """The ids of an epoch in order, where the method has its own way to draw them; None: the trainer's."""
 
     def forward(self, batch: Batch) -> Outcome: ...
 

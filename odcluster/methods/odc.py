@@ -82,12 +82,16 @@ class ODC(nn.Module):
             seed=self.config.seed,
             poll=lambda iteration: survey.poll("k-means", iteration, iterations),
         )
+        survey.poll("k-means", iterations, iterations)
         self.samples.rows.copy_(torch.where(seen[:, None], rows, 0.0))
         self.samples.labels.fill_(UNSEEN)
         self.samples.labels[seen] = labels
         self.centroids.fill(self.samples)
         handled = self.handle_small_clusters(step=-1)
         return {"initial_small_clusters": handled, **self.health()}
+
+    def epoch_order(self, epoch: int) -> None:
+        return None
 
     def embed(self, images: Tensor) -> Tensor:
         """F = neck(backbone(x)), the feature that is clustered."""

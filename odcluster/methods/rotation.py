@@ -52,6 +52,9 @@ class Rotation(nn.Module):
     def begin_epoch(self, epoch: int, survey: Survey) -> Mapping[str, float]:
         return {}
 
+    def epoch_order(self, epoch: int) -> None:
+        return None
+
     def forward(self, batch: Batch) -> Outcome:
         images, quarters = all_turns(batch.images.flatten(0, 1))
         logits = self.head(self.backbone(images)).float()

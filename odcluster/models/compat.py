@@ -22,6 +22,8 @@ def declare_missing_operators() -> bool:
     if "torchvision" in sys.modules or _compiled_library_loads():
         return False
     for operator in ("nms", "qnms"):
+        if hasattr(torch.ops.torchvision, operator):  # somebody else had to do the same
+            continue
         torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     return True
 

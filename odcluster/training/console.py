@@ -30,6 +30,7 @@ class Console:
     def __init__(self, log: Path | None = None, quiet: bool = False) -> None:
         self._rich = RichConsole(file=sys.stderr, highlight=False, quiet=quiet)
         self._log_path = log
+        self._early: list[str] = []  # what was said before there was a run directory
         self._live: Progress | None = None
         self._task: TaskID | None = None
         self._activity = ""
@@ -38,6 +39,9 @@ class Console:
 
     def log_to(self, path: Path) -> None:
         self._log_path = path
+        for line in self._early:
+            self._append(line)
+        self._early = []
 
     def say(self, text: str, style: str = "") -> None:
         """A line for people, also in train.log."""
@@ -53,7 +57,7 @@ class Console:
         now = time.monotonic()
         if activity != self._activity:
             self._end()
-            self._activity, self._started, self._shown, self._first = activity, now, 0.0, done
+            self._activity, self._started, self._shown, self._first = activity, now, now, done
             if self._rich.is_terminal and not self._rich.quiet:
                 self._live = Progress(
                     TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[detail]}"),
@@ -79,9 +83,16 @@ class Console:
         self._live, self._task, self._activity = None, None, ""
 
     def _log(self, text: str) -> None:
-        if self._log_path is not None:
-            with open(self._log_path, "a", errors="surrogateescape") as file:
-                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n"
+        if self._log_path is None:
+            self._early.append(line)
+        else:
+            self._append(line)
+
+    def _append(self, line: str) -> None:
+        assert self._log_path is not None
+        with open(self._log_path, "a", errors="surrogateescape") as file:
+            file.write(line)
 
     def __enter__(self) -> Console:
         return self

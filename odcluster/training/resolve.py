@@ -14,6 +14,7 @@ from odcluster.data.order import num_steps
 from odcluster.data.sources import Source
 from odcluster.errors import DataError, ImageRefused
 from odcluster.methods.odc import warm_epochs
+from odcluster.recipes import recipe
 from odcluster.training.devices import has_bfloat16
 
 SMALL_IMAGE = 64
@@ -37,7 +38,8 @@ def resolve(config: Config, source: Source, device: torch.device) -> tuple[Confi
     assert config.image_size is not None
     size = config.image_size
     if config.augmentation.crop_size is None:
-        if config.recipe == "odc_small":
+        whole = config.method in ("jigsaw", "colorization")  # they have no pixels to spare
+        if not whole and recipe(config.recipe).image_size is None:
             grid = 4 if size <= SMALL_IMAGE else 32
             choose("crop_size", max(16, size * 3 // 4 // grid * grid), "training on smaller crops is faster")
         else:
@@ -46,9 +48,9 @@ def resolve(config: Config, source: Source, device: torch.device) -> tuple[Confi
         small = size <= SMALL_IMAGE
         reason = f"images of {size} px" + ("" if small else f" on {device.type}")
         choose("backbone", "smallconv" if small else "resnet50" if device.type == "cuda" else "resnet18", reason)
+    if config.method in ("odc", "deepcluster") and config.clusters is None:
+        choose("clusters", *choose_clusters(config, count))
     if config.method == "odc":
-        if config.clusters is None:
-            choose("clusters", max(1, min(10_000, count // 10)), f"one per 10 of {count} images, at most 10,000")
         assert config.clusters is not None
         if config.clustering.small_cluster is None:
             average = count / config.clusters
@@ -108,6 +110,12 @@ def choose_image_size(source: Source, device: torch.device) -> tuple[int, str]:
     if device.type == "cuda":
         return 224, f"photos (shorter side {side} px) on a GPU"
     return 128, f"photos (shorter side {side} px); 128 keeps training on a CPU bearable"
+
+
+def choose_clusters(config: Config, count: int) -> tuple[int, str]:
+    if config.method == "deepcluster":  # its classifier starts anew every epoch and has no time for many
+        return max(1, min(10_000, count // 100)), f"one per 100 of {count} images, at most 10,000"
+    return max(1, min(10_000, count // 10)), f"one per 10 of {count} images, at most 10,000"
 
 
 def choose_workers(source: Source, device: torch.device) -> tuple[int, str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from odcluster.data.loading import Loader, RawBatch
@@ -30,29 +31,29 @@ def to_network(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 def extract(
     embed: Callable[[Tensor], Tensor],
     loader: Loader,
-    num_samples: int,
+    ids: NDArray[np.int64],
     device: torch.device,
     notice: Callable[[RawBatch, int], None],
 ) -> tuple[Tensor, Tensor]:
-    """`embed` of the evaluation view of every image: rows [N, D] float32, and which images could be used [N].
+    """`embed` of the evaluation view of each image of sorted ids: rows [n, D] float32, and which could be used [n].
 
     `notice` receives each batch and how many images are done: to name the refused, to show progress, to stop by
     raising.
     """
     mean, std = loader.normalisation_on(device)
     rows: Tensor | None = None
-    seen = torch.zeros(num_samples, dtype=torch.bool, device=device)
+    seen = torch.zeros(len(ids), dtype=torch.bool, device=device)
     done = 0
-    for raw in loader.evaluation(np.arange(num_samples), CHUNK):
+    for raw in loader.evaluation(ids, CHUNK):
         done += len(raw.ids) + len(raw.refused)
         notice(raw, done)
         if len(raw.ids) == 0:
             continue
         part = embed(to_network(raw.images[0], mean, std)).float()
         if rows is None:
-            rows = part.new_zeros((num_samples, part.shape[1]))
-        ids = raw.ids.to(device)
-        rows[ids], seen[ids] = part, True
+            rows = part.new_zeros((len(ids), part.shape[1]))
+        places = torch.from_numpy(np.searchsorted(ids, raw.ids.numpy())).to(device)
+        rows[places], seen[places] = part, True
     if rows is None:
         raise DataError("none of the images can be used; are these images?")
     return rows, seen
@@ -77,7 +78,7 @@ class DataSurvey:
             self.poll("features of all images", done, len(trainer.manifest))
 
         with trainer.autocast:
-            return extract(embed, trainer.loader, len(trainer.manifest), trainer.device, notice)
+            return extract(embed, trainer.loader, np.arange(len(trainer.manifest)), trainer.device, notice)
 
     @torch.no_grad()
     def calibrate(self, network: nn.Module, num_batches: int) -> None:

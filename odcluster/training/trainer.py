@@ -22,6 +22,7 @@ from odcluster.data.randomness import Purpose
 from odcluster.data.sources import Manifest
 from odcluster.errors import DataError, Diverged, Interrupted
 from odcluster.methods.interface import Batch, Method, Phase
+from odcluster.models.backbones import Backbone, layer_lr_scales
 from odcluster.training import checkpoint, health
 from odcluster.training.checkpoint import NotSaved
 from odcluster.training.console import Console
@@ -153,12 +154,13 @@ class Trainer:
 
     def _epoch(self) -> None:
         epoch, position = divmod(self.step, self.schedule.steps_per_epoch)
-        order = epoch_order(
-            self.config.seed, epoch, len(self.manifest), self.config.optimiser.sampling == "replacement"
-        )
         steps = min(self.schedule.steps_per_epoch, self.schedule.total_steps - epoch * self.schedule.steps_per_epoch)
         if not self.begun:
             self._begin_epoch(epoch)
+        order = self.method.epoch_order(epoch)
+        if order is None:
+            replacement = self.config.optimiser.sampling == "replacement"
+            order = epoch_order(self.config.seed, epoch, len(self.manifest), replacement)
         batches = [batch_ids(order, at, self.batch_size) for at in range(position, steps)]
         asked = time.monotonic()
         for raw in self.loader.training(epoch, batches):
@@ -192,7 +194,7 @@ class Trainer:
         seed_torch(self.config.seed, Purpose.STEP, self.step)
         batch = Batch(raw.ids.to(self.device), to_network(raw.images, self.mean, self.std), epoch=epoch, step=self.step)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.lr(self.step)
+            group["lr"] = self.schedule.lr(self.step) * group["scale"]
         running = [buffer for name, buffer in self.module.named_buffers() if not name.startswith(MEMORY_PREFIXES)]
         before = [buffer.clone() for buffer in running]  # batch-norm statistics: a forward pass changes them
         self.module.train()
@@ -204,7 +206,7 @@ class Trainer:
         if not torch.isfinite(outcome.loss.detach() + nn.utils.get_total_norm(gradients)):
             for buffer, old in zip(running, before, strict=True):
                 buffer.copy_(old)
-            self._skip(batch, float(outcome.loss))
+            self._skip(batch, float(outcome.loss.detach()))
             return
         self.optimizer.step()
         self.skips = 0
@@ -283,14 +285,20 @@ class Trainer:
                 self.console.warn(sentence)
 
     def _new_optimizer(self, phase: Phase) -> torch.optim.SGD:
-        """SGD; the linear classifier has no momentum, as in the authors' code."""
-        momentum = self.config.optimiser.sgd_momentum
-        classifier = [p for n, p in self.module.named_parameters() if n.startswith("classifier.")]
-        others = [p for n, p in self.module.named_parameters() if not n.startswith("classifier.")]
-        groups: list[dict[str, Any]] = [{"params": others, "momentum": momentum}]
-        if classifier:
-            groups.append({"params": classifier, "momentum": 0.0})
-        return torch.optim.SGD(groups, lr=phase.lr, weight_decay=phase.weight_decay)
+        """SGD. The linear classifier has no momentum, as in the authors' code; layer decay slows early stages down."""
+        scales: dict[str, float] = {}
+        if self.config.fine_tuning.layer_decay != 1:
+            found = layer_lr_scales(cast(Backbone, self.method.backbone), self.config.fine_tuning.layer_decay)
+            scales = {f"backbone.{name}": scale for name, scale in found.items()}
+        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for name, parameter in self.module.named_parameters():
+            momentum = 0.0 if name.startswith("classifier.") else self.config.optimiser.sgd_momentum
+            groups.setdefault((momentum, scales.get(name, 1.0)), []).append(parameter)
+        described = [
+            {"params": parameters, "momentum": momentum, "scale": scale}
+            for (momentum, scale), parameters in groups.items()
+        ]
+        return torch.optim.SGD(described, lr=phase.lr, weight_decay=phase.weight_decay)
 
 
 def printable(name: str) -> str:

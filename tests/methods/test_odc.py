@@ -1,0 +1,188 @@
+"""One ODC step against the paper's text: what is read, in which order, and what changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from odcluster.config import Config, changed
+from odcluster.errors import DataError, UserError
+from odcluster.methods.interface import Batch
+from odcluster.methods.odc import ODC, warm_epochs
+from odcluster.models.backbones import create_backbone
+from odcluster.recipes import odc_resnet50_imagenet, odc_small
+
+IMAGES = 80
+
+
+class FixedSurvey:
+    """The evaluation views of a fixed set of images, given as tensors."""
+
+    def __init__(self, images: torch.Tensor, unreadable: tuple[int, ...] = ()) -> None:
+        self.images, self.unreadable, self.calibrated = images, unreadable, 0
+
+    @torch.no_grad()
+    def features(self, embed):
+        embed.__self__.eval()
+        seen = torch.ones(len(self.images), dtype=torch.bool)
+        seen[list(self.unreadable)] = False
+        return embed(self.images), seen
+
+    def calibrate(self, network, num_batches):
+        self.calibrated += num_batches
+
+    def poll(self, doing, done, total):
+        assert 0 <= done <= total
+
+
+def settings(recipe=odc_resnet50_imagenet, **options) -> Config:
+    small = {"backbone": "smallconv", "clusters": 5, "small_cluster": 3, "dim": 6, "hidden": 12, "epochs": 4}
+    return changed(recipe(), **{**small, "image_size": 16, "batch_size": 10, "lr": 0.05, **options})
+
+
+def make(config: Config, seed: int = 0) -> tuple[ODC, torch.Tensor]:
+    torch.manual_seed(seed)
+    method = ODC(create_backbone("smallconv", image_size=16), IMAGES, config)
+    images = torch.randn(IMAGES, 3, 16, 16)
+    method.begin_epoch(method.warm_epochs, FixedSurvey(images))
+    return method.train(), images
+
+
+def test_initial_memories_are_k_means_of_normalised_features():
+    method, images = make(settings(dropout=0.0))
+    with torch.no_grad():
+        features = functional.normalize(method.eval().embed(images), dim=1)
+    torch.testing.assert_close(method.samples.rows, features)
+    assert int(method.centroids.counts.min()) > 3
+    for cluster in range(5):
+        members = method.samples.members(cluster)
+        torch.testing.assert_close(method.centroids.centroids[cluster], features[members].mean(dim=0))
+
+
+def test_the_loss_uses_the_labels_as_they_stood_before_the_step():
+    method, images = make(settings())
+    ids = torch.arange(10)
+    batch = Batch(ids, images[None, ids], epoch=0, step=0)
+    labels = method.samples.labels[ids].clone()
+    torch.manual_seed(3)  # the same dropout twice
+    outcome = method(batch)
+    torch.manual_seed(3)
+    logits = method.classifier(method.embed(images[ids]))
+    weights = method.centroids.counts.float().pow(-0.5)
+    torch.testing.assert_close(outcome.loss, functional.cross_entropy(logits, labels, weight=weights))
+    assert torch.equal(method.samples.labels[ids], labels), "a forward pass must not touch the memory"
+    method.after_step(batch, outcome)
+    expected = 0.5 * functional.normalize(outcome.features, dim=1)
+    assert not torch.equal(method.samples.rows[ids], expected)
+
+
+def test_rows_move_by_the_momentum_and_labels_go_to_the_nearest_centroid():
+    method, images = make(settings())
+    ids = torch.tensor([4, 9, 30])
+    before, centroids = method.samples.rows[ids].clone(), method.centroids.centroids.clone()
+    batch = Batch(ids, images[None, ids], epoch=0, step=0)
+    outcome = method(batch)
+    method.after_step(batch, outcome)
+    rows = 0.5 * functional.normalize(outcome.features, dim=1) + 0.5 * before
+    torch.testing.assert_close(method.samples.rows[ids], rows)
+    assert torch.equal(method.samples.labels[ids], torch.cdist(rows, centroids).argmin(dim=1))
+
+
+@pytest.mark.parametrize("interval", [1, 3, 10])
+def test_centroids_are_refreshed_every_k_th_step_only(interval):
+    method, images = make(settings(update_interval=interval, small_cluster=0))
+    for step in range(12):
+        before = method.centroids.centroids.clone()
+        ids = torch.randperm(IMAGES)[:20]
+        batch = Batch(ids, images[None, ids] + torch.randn(1, 20, 3, 16, 16), epoch=0, step=step)
+        values = method.after_step(batch, method(batch))
+        changed_now = not torch.equal(method.centroids.centroids, before)
+        if (step + 1) % interval != 0 and not values["small_clusters"]:
+            assert not changed_now
+
+
+def test_several_views_enter_the_memory_as_their_average_and_share_a_label():
+    method, images = make(settings(odc_small, num_views=2, warm_share=0.0))
+    ids = torch.arange(6)
+    views = torch.stack([images[ids], images[ids].flip(3)])
+    method.eval()  # batch norm would mix the views
+    outcome = method(Batch(ids, views, epoch=0, step=0))
+    with torch.no_grad():
+        first, second = (functional.normalize(method.embed(view), dim=1) for view in views)
+    torch.testing.assert_close(outcome.features, (first + second) / 2)
+    labels = method.samples.labels[ids]
+    prototypes = functional.normalize(method.centroids.centroids, dim=1)
+    logits = torch.cat([first, second]) @ prototypes.T / 0.1
+    weights = method.centroids.counts.float().pow(-0.5)
+    expected = functional.cross_entropy(logits, labels.repeat(2), weight=weights)
+    torch.testing.assert_close(outcome.loss.detach(), expected)
+
+
+def test_the_warm_start_learns_rotations_and_leaves_the_memories_alone():
+    config = settings(odc_small, warm_share=0.5)
+    torch.manual_seed(0)
+    method = ODC(create_backbone("smallconv", image_size=16), IMAGES, config)
+    assert method.warm_epochs == 2
+    assert [(phase.name, phase.epochs) for phase in method.phases()] == [("rotation", 2), ("odc", 2)]
+    assert method.begin_epoch(0, FixedSurvey(torch.randn(IMAGES, 3, 16, 16))) == {}
+    batch = Batch(torch.arange(8), torch.randn(2, 8, 3, 16, 16), epoch=0, step=0)
+    outcome = method(batch)
+    assert outcome.features is None
+    assert method.after_step(batch, outcome) == {}
+    assert bool((method.samples.labels == -1).all())
+    survey = FixedSurvey(torch.randn(IMAGES, 3, 16, 16))
+    method.begin_epoch(2, survey)
+    assert survey.calibrated == 20
+    assert bool((method.samples.labels >= 0).all())
+
+
+@pytest.mark.parametrize(("epochs", "expected"), [(1, 0), (2, 1), (10, 3), (100, 30)])
+def test_clustering_always_has_at_least_one_epoch(epochs, expected):
+    assert warm_epochs(changed(odc_small(), epochs=epochs)) == expected
+
+
+def test_unreadable_images_belong_to_no_cluster_until_they_are_seen():
+    torch.manual_seed(0)
+    method = ODC(create_backbone("smallconv", image_size=16), IMAGES, settings())
+    images = torch.randn(IMAGES, 3, 16, 16)
+    method.begin_epoch(0, FixedSurvey(images, unreadable=(3, 7)))
+    assert method.samples.labels[[3, 7]].tolist() == [-1, -1]
+    assert int(method.centroids.counts.sum()) == IMAGES - 2
+    batch = Batch(torch.tensor([3, 10, 11]), images[None, [3, 10, 11]], epoch=0, step=0)
+    method.after_step(batch, method(batch))
+    assert method.samples.labels[3] >= 0
+    assert int(method.centroids.counts.sum()) == IMAGES - 1
+    method.end_epoch(0)
+
+
+def test_identical_images_and_too_many_clusters_are_refused_before_training():
+    torch.manual_seed(0)
+    method = ODC(create_backbone("smallconv", image_size=16), IMAGES, settings())
+    with pytest.raises(DataError, match="all identical"):
+        method.begin_epoch(0, FixedSurvey(torch.ones(IMAGES, 3, 16, 16)))
+    method = ODC(create_backbone("smallconv", image_size=16), IMAGES, settings(clusters=30))
+    with pytest.raises(UserError, match="--clusters 10 or fewer"):
+        method.begin_epoch(0, FixedSurvey(torch.randn(IMAGES, 3, 16, 16)))
+
+
+def test_one_cluster_is_possible():
+    method, images = make(settings(clusters=1))
+    batch = Batch(torch.arange(6), images[None, :6], epoch=0, step=0)
+    values = method.after_step(batch, method(batch))
+    assert float(values["change"]) == 0.0
+
+
+def test_all_state_is_in_the_state_dict():
+    """A copy made from the state dict alone goes on exactly alike."""
+    method, images = make(settings())
+    other = ODC(create_backbone("smallconv", image_size=16), IMAGES, settings())
+    other.load_state_dict(method.state_dict())
+    for step in range(15):
+        ids = torch.randperm(IMAGES, generator=torch.Generator().manual_seed(step))[:10]
+        batch = Batch(ids, images[None, ids], epoch=0, step=step)
+        for each in (method, other):
+            torch.manual_seed(step)
+            each.after_step(batch, each(batch))
+    for name, tensor in method.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name

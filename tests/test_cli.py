@@ -1,0 +1,204 @@
+"""The command line as a user meets it: every mistake is one sentence with the remedy, and nothing is half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_runs import TINY, make_images
+
+from odcluster import cli
+from odcluster.config import GROUPS, Config
+
+OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+
+
+def run(capsys, *words: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(words))
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), printed.out, printed.err
+
+
+def refused(capsys, code: int, *words: str) -> str:
+    """The one sentence a mistake is answered with."""
+    got, _, errors = run(capsys, *words)
+    assert got == code, errors
+    assert "Traceback" not in errors
+    assert len(errors.strip().splitlines()) == 1, errors
+    assert errors.startswith("odcluster: ")
+    return errors
+
+
+def test_train_then_resume_says_it_is_done(capsys, image_folder, tmp_path):
+    code, _, errors = run(capsys, "train", str(image_folder), "--out", str(tmp_path / "run"), *OPTIONS)
+    assert code == 0, errors
+    assert "97 images (folder)" in errors
+    assert "clusters.csv" in errors
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["clusters"] == 6
+    code, _, errors = run(capsys, "resume", str(tmp_path / "run"))
+    assert code == 0
+    assert "resuming" in errors
+
+
+def test_options_that_are_not_given_are_chosen_printed_and_stored(capsys, image_folder, tmp_path):
+    run(capsys, "train", str(image_folder), "--out", str(tmp_path / "run"), "--epochs", "2", "--workers", "0")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    flat = {**config, **{k: v for group in GROUPS for k, v in config[group].items()}}
+    for name in ("clusters", "image_size", "batch_size", "workers", "precision", "epochs", "backbone", "crop_size"):
+        assert flat[name] not in (None, "auto"), name
+    assert (config["clusters"], config["image_size"], config["backbone"]) == (9, 20, "smallconv")
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "one per 10 of 97 images" in log
+
+
+def test_an_existing_run_is_not_overwritten(capsys, image_folder, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "precious.txt").write_text("mine")
+    said = refused(capsys, 2, "train", str(image_folder), "--out", str(tmp_path / "run"))
+    assert "odcluster resume" in said
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["precious.txt"]
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "says"),
+    [
+        (2, ["trian"], "did you mean 'train'"),
+        (3, ["train", "{tmp}/nowhere"], "no file or folder named"),
+        (3, ["train", "{tmp}/empty"], "has no images"),
+        (2, ["train", "{images}", "--backbone", "resnet5"], "resnet50"),
+        (2, ["train", "{images}", "--recipe", "odc_tiny"], "odc_small"),
+        (2, ["train", "{images}", "--clusters", "60"], "--clusters"),
+        (2, ["train", "{images}", "--clusters", "0"], "above 0"),
+        (2, ["train", "{images}", "--minutes", "2", "--epochs", "3"], "either"),
+        (2, ["train", "{images}", "--device", "cuda:7"], "odcluster info"),
+        (3, ["train", "{images}", "--backbone", "resnet18", "--weights", "{tmp}/notes.txt"], "notes.txt"),
+        (3, ["train", "{images}", "--backbone", "resnet18", "--weights", "{tmp}/none.pth"], "none.pth"),
+        (3, ["train", "{tmp}/few"], ""),
+        (3, ["resume", "{tmp}/nowhere"], "no run directory"),
+        (3, ["resume", "{tmp}/empty"], "not a run directory"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_write_nothing(code, words, says, capsys, image_folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("these are not weights")
+    if "{tmp}/few" in words:
+        make_images(tmp_path / "few", 1)
+        code, says = 2, "image"
+    before = sorted(tmp_path.rglob("*"))
+    filled = [word.format(tmp=tmp_path, images=image_folder) for word in words]
+    out = ["--out", str(tmp_path / "run")] if words[0] == "train" else []
+    assert says in refused(capsys, code, *filled, *out)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_unknown_option_suggests_the_nearest(capsys, image_folder):
+    code, _, errors = run(capsys, "train", str(image_folder), "--cluters", "3")
+    assert code == 2
+    assert "--clusters" in errors
+
+
+def test_debug_shows_where_an_error_came_from(tmp_path):
+    command = [sys.executable, "-m", "odcluster", "--debug", "train", str(tmp_path / "nowhere")]
+    assert "Traceback" in subprocess.run(command, capture_output=True, text=True).stderr
+
+
+def test_help_shows_the_main_options_first_and_all_on_demand(capsys):
+    code, brief, _ = run(capsys, "train", "--help")
+    assert code == 0
+    main = ["--method", "--recipe", "--backbone", "--weights", "--clusters", "--epochs", "--max-steps", "--batch-size"]
+    main += ["--image-size", "--lr", "--seed", "--workers", "--device", "--dim", "--minutes", "--out"]
+    assert all(option in brief for option in main)
+    assert "--memory-momentum" not in brief
+    _, everything, _ = run(capsys, "train", "--help-all")
+    assert all(option in everything for option in [*main, "--memory-momentum", "--crop-scale", "--checkpoint-minutes"])
+    _, paper, _ = run(capsys, "train", "--recipe", "odc_alexnet_imagenet", "--help")
+    assert "0.04" in paper
+
+
+def test_every_option_has_an_explanation():
+    docs = cli.field_docs()
+    for cls in (Config, *GROUPS.values()):
+        for name in (n for n in cls.__dataclass_fields__ if n not in GROUPS):
+            assert docs[cls.__name__][name].strip(), name
+
+
+def test_help_does_not_import_torch():
+    code = "import sys; from odcluster import cli\ntry: cli.main(['train','--help'])\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules and 'timm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_info_lists_versions_devices_and_recipes(capsys):
+    code, printed, _ = run(capsys, "info")
+    assert code == 0
+    for word in ("torch", "timm", "cpu", "odc_small", "odc_resnet50_imagenet"):
+        assert word in printed
+
+
+def test_minutes_choose_the_epochs_and_fix_them(capsys, image_folder, tmp_path):
+    words = [o for o in OPTIONS if "epochs" not in o]
+    code, _, errors = run(
+        capsys, "train", str(image_folder), "--out", str(tmp_path / "run"), *words, "--minutes", "0.1"
+    )
+    assert code == 0, errors
+    assert "fit into 0.1 minutes" in errors
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["minutes"] is None
+    assert config["epochs"] >= 1
+
+
+def test_max_steps_end_the_run(capsys, image_folder, tmp_path):
+    run(capsys, "train", str(image_folder), "--out", str(tmp_path / "run"), *OPTIONS, "--max-steps", "8")
+    assert max(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == "step-00000008"
+
+
+def test_names_that_could_do_harm_are_shown_and_stored_safely(capsys, tmp_path):
+    folder = make_images(tmp_path / "images", 60)
+    nasty = ["=cmd|'calc'!A1.png", "a\nb.png", "\x1b[31mred.png", "<script>.png", 'quote".png', "sp ace.png"]
+    for i, name in enumerate(nasty):
+        (folder / f"image{i:04d}.png").rename(folder / name)
+    os.rename(folder / "image0030.png", os.fsencode(folder) + b"/\xff\xfe.png")
+    (folder / nasty[2]).write_bytes(b"")  # will be named in a warning
+    options = [*OPTIONS, "--clusters=4", "--max-refused=0.1"]
+    code, _, errors = run(capsys, "train", str(folder), "--out", str(tmp_path / "run"), *options)
+    assert code == 0, errors
+    assert "\x1b[31m" not in errors
+    text = (tmp_path / "run" / "clusters.csv").read_bytes()
+    assert b"\n=cmd" not in text
+    from odcluster.explore.export import read_clusters_csv
+
+    names = read_clusters_csv(tmp_path / "run" / "clusters.csv").names
+    assert set(nasty) <= set(names)
+    assert os.fsdecode(b"\xff\xfe.png") in names
+
+
+@pytest.mark.parametrize("kind", ["npy", "npz", "list", "class tree"])
+def test_every_kind_of_data_trains(kind, capsys, image_folder, tmp_path):
+    files = sorted(image_folder.iterdir())
+    if kind in ("npy", "npz"):
+        from PIL import Image
+
+        images = np.stack([np.asarray(Image.open(file)) for file in files])
+        data = tmp_path / f"images.{kind}"
+        np.save(data, images) if kind == "npy" else np.savez(data, images=images, labels=np.arange(97) % 5)
+    elif kind == "list":
+        data = tmp_path / "list.txt"
+        data.write_text("".join(f"{file}\n" for file in files))
+    else:
+        data = tmp_path / "tree"
+        for i, file in enumerate(files):
+            (data / f"class{i % 5}").mkdir(parents=True, exist_ok=True)
+            os.link(file, data / f"class{i % 5}" / file.name)
+    out = tmp_path / "run"
+    code, _, errors = run(capsys, "train", str(data), "--out", str(out), *OPTIONS)
+    assert code == 0, errors
+    assert ("NMI" in errors) == (kind in ("npz", "class tree"))
+    assert run(capsys, "resume", str(out))[0] == 0
+    assert Path(out / "clusters.csv").read_text().count("\n") == 98

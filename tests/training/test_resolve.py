@@ -1,0 +1,132 @@
+"""Chosen options and health warnings."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from odcluster.config import Config, changed, fingerprint, from_json, to_json
+from odcluster.data.sources import open_source
+from odcluster.errors import UserError
+from odcluster.methods.interface import Phase
+from odcluster.recipes import RECIPES, odc_resnet50_imagenet, odc_small
+from odcluster.training.health import progress_line, worries
+from odcluster.training.resolve import resolve
+from odcluster.training.schedule import Schedule
+
+CPU = torch.device("cpu")
+
+
+def array(count, side=32):
+    return open_source(np.random.default_rng(0).integers(0, 255, (count, side, side, 3), dtype=np.uint8))
+
+
+@pytest.mark.parametrize("count", [20, 97, 1000, 5000])
+def test_whatever_the_number_of_images_the_choice_can_be_trained(count):
+    config, chosen = resolve(odc_small(), array(count), CPU)
+    assert config.clusters is not None
+    assert config.clustering.small_cluster is not None
+    assert count >= 2 * (config.clustering.small_cluster + 1) * config.clusters
+    assert config.batch_size is not None
+    assert 2 <= config.batch_size <= count
+    assert all(reason for _, _, reason in chosen)
+    for name in ("epochs", "workers", "lr", "dim", "backbone", "image_size"):
+        assert getattr(config, name) is not None, name
+
+
+def test_given_options_are_left_alone():
+    given = changed(odc_small(), clusters=7, batch_size=33, image_size=28, epochs=3, small_cluster=1)
+    config, chosen = resolve(given, array(300), CPU)
+    assert (config.clusters, config.batch_size, config.image_size, config.epochs) == (7, 33, 28, 3)
+    assert not {"clusters", "batch_size", "image_size", "epochs", "small_cluster"} & {name for name, _, _ in chosen}
+
+
+def test_photos_are_seen_larger_and_take_a_stated_time_on_a_cpu():
+    config, _ = resolve(odc_small(), array(100, side=90), CPU)
+    assert (config.image_size, config.augmentation.crop_size) == (128, 96)
+    assert config.minutes == 30
+    assert config.epochs is None
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_too_few_images_are_refused_with_the_number_needed(count):
+    with pytest.raises(UserError, match="image"):
+        resolve(changed(odc_small(), clusters=4), array(count), CPU)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_configuration_survives_its_file(name):
+    config = changed(RECIPES[name](), data="/somewhere", clusters=5)
+    assert from_json(to_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", "must be an object"),
+        ("{", "not JSON"),
+        ('{"x": 1}', "unknown keys: x"),
+        (to_json(Config()).replace('"seed": 0', '"seed": "0"'), "seed"),
+        (to_json(Config()).replace('"method": "odc"', '"method": "os.system"'), "method"),
+        (to_json(Config()).replace('"flip": 0.5', '"flip": true'), "flip"),
+    ],
+)
+def test_a_tampered_configuration_is_refused_by_name(text, says):
+    with pytest.raises(UserError, match=says):
+        from_json(text)
+
+
+def test_the_fingerprint_covers_what_is_learned_and_nothing_else():
+    config = odc_small()
+    for same in (
+        changed(config, workers=3),
+        changed(config, data="/elsewhere"),
+        changed(config, checkpoint_minutes=1.0),
+    ):
+        assert fingerprint(same) == fingerprint(config)
+    for other in (changed(config, seed=1), changed(config, lr=0.1), changed(config, hue=0.3)):
+        assert fingerprint(other) != fingerprint(config)
+
+
+def test_an_unknown_option_in_python_suggests_the_nearest():
+    with pytest.raises(UserError, match="did you mean 'clusters'"):
+        changed(odc_small(), cluster=5)
+
+
+def line(**values):
+    timing = {"images_per_second": 1234.0, "waiting": 0.4, "seconds": 1.0}
+    return {
+        "step": 90,
+        "epoch": 8,
+        "loss": 1.0,
+        "change": 0.05,
+        "smallest": 5,
+        "largest": 30,
+        "timing": timing,
+        **values,
+    }
+
+
+def test_the_progress_line_says_what_matters():
+    text = progress_line(line(), epochs=10)
+    for part in ("epoch 9/10", "loss 1.000", "labels changed 5%", "5-30", "1,234 img/s", "40%", "input-bound"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("values", "kinds"),
+    [
+        ({}, []),
+        ({"change": 0.8}, ["not settling"]),
+        ({"change": 0.8, "step": 20}, []),
+        ({"largest": 600}, ["swallowing"]),
+        ({"loss": 4.6}, ["chance"]),
+    ],
+)
+def test_an_unhealthy_run_is_told_in_words(values, kinds):
+    config = changed(odc_resnet50_imagenet(), clusters=100)
+    schedule = Schedule([Phase("odc", 10, 0.1, 0.0, "cosine")], 10, 100)
+    found = list(worries(line(**values), schedule, 1000, config))
+    assert [kind for kind, _ in found] == kinds
+    assert all(len(sentence) > 30 for _, sentence in found)

@@ -1,0 +1,214 @@
+"""The loop: non-finite numbers, bad images, signals, metrics."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import TINY, make_images
+
+import odcluster
+from odcluster.errors import DataError, Diverged, UserError
+from odcluster.methods.odc import ODC
+from odcluster.training.devices import StopFlag
+from odcluster.training.metrics import Window, read_metrics
+from odcluster.training.trainer import Trainer
+
+
+def model_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for group in trainer.tensors().values() for name, tensor in group.items()}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", ["loss", "gradient", "activations"])
+def test_a_non_finite_step_changes_nothing(bad, where, image_folder, tmp_path, monkeypatch):
+    """Weights, batch-norm statistics, optimiser and both memories: the same bits before and after."""
+    checked = []
+    original_step, original_forward = Trainer._train_step, ODC.forward
+
+    def poisoned(self, batch):
+        outcome = original_forward(self, batch)
+        if batch.step != 20:
+            return outcome
+        if where == "loss":
+            return type(outcome)(outcome.loss * bad, outcome.features)
+        if where == "activations":  # what an overflow leaves behind in batch norm
+            self.backbone.network.layers[0][1].running_mean.data.fill_(bad)
+            return type(outcome)(outcome.loss * bad, outcome.features)
+        weight = next(self.backbone.parameters())
+        weight.register_hook(lambda gradient: gradient * bad)
+        return outcome
+
+    def step(self, raw, epoch):
+        before = model_state(self)
+        original_step(self, raw, epoch)
+        if self.step == 20:
+            after = model_state(self)
+            checked.append([name for name in before if not torch.equal(before[name], after[name])])
+
+    monkeypatch.setattr(ODC, "forward", poisoned)
+    monkeypatch.setattr(Trainer, "_train_step", step)
+    if where == "gradient":  # the hook stays: every later step is poisoned too, and the third stops the run
+        with pytest.raises(Diverged, match="lower --lr"):
+            odcluster.train(image_folder, out=tmp_path / "run", quiet=True, **{**TINY, "warm_share": 0.0, "epochs": 6})
+        record = json.loads(next((tmp_path / "run" / "diverged").iterdir()).read_text())
+        assert record["step"] == 22
+        assert len(record["ids"]) == len(record["paths"]) == TINY["batch_size"]
+    else:
+        run = odcluster.train(image_folder, out=tmp_path / "run", quiet=True, **{**TINY, "epochs": 6})
+        assert sum(line.get("skipped", 0) for line in read_metrics(run / "metrics.jsonl")) > 0
+    assert checked == [[]]
+
+
+def test_bad_images_are_left_out_by_id_and_named(tmp_path):
+    folder = make_images(tmp_path / "images", 120)
+    (folder / "image0007.png").write_bytes(b"")
+    reference = odcluster.train(folder, out=tmp_path / "run", quiet=True, **TINY)
+    rows = list(csv.DictReader((reference / "bad_images.csv").open()))
+    assert [(row["id"], row["path"]) for row in rows] == [("7", "image0007.png")]
+    assert rows[0]["reason"] == "empty file"
+    clusters = list(csv.DictReader((reference / "clusters.csv").open()))
+    assert clusters[7] == {"path": "image0007.png", "cluster": "-1", "similarity": "", "rank": ""}
+    assert all(row["cluster"] != "-1" for row in clusters if row["path"] != "image0007.png")
+
+
+def test_too_many_bad_images_stop_the_run_with_the_list(tmp_path):
+    folder = make_images(tmp_path / "images", 100)
+    for i in (3, 50):
+        (folder / f"image{i:04d}.png").write_bytes(b"<html>")
+    with pytest.raises(DataError, match=r"2 of 100 images cannot be used.*bad_images.csv"):
+        odcluster.train(folder, out=tmp_path / "run", quiet=True, **TINY)
+    assert len((tmp_path / "run" / "bad_images.csv").read_text().splitlines()) == 3
+    odcluster.train(folder, out=tmp_path / "other", quiet=True, **TINY, max_refused=0.05)
+
+
+def test_an_image_deleted_while_training_is_left_out_and_its_row_kept(tmp_path, monkeypatch):
+    folder = make_images(tmp_path / "images", 110)
+    original = Trainer._train_step
+
+    def step(self, raw, epoch):
+        if self.step == 16:
+            (folder / "image0011.png").unlink(missing_ok=True)
+        original(self, raw, epoch)
+
+    monkeypatch.setattr(Trainer, "_train_step", step)
+    run = odcluster.train(folder, out=tmp_path / "run", quiet=True, **TINY, cache_gb=0.0)
+    assert "image0011.png,no such file" in (run / "bad_images.csv").read_text()
+    assert list(csv.DictReader((run / "clusters.csv").open()))[11]["cluster"] != "-1"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_exits_75_and_resume_finishes(number, image_folder, tmp_path):
+    run = tmp_path / "run"
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, "epochs": 3000}.items()]
+    command = [sys.executable, "-m", "odcluster", "train", str(image_folder), "--out", str(run), *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    metrics = run / "metrics.jsonl"
+    deadline = time.monotonic() + 60
+    while not (metrics.exists() and metrics.stat().st_size > 0):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 75, errors
+    assert "odcluster resume" in errors
+    assert "Traceback" not in errors
+    assert list((run / "checkpoints").glob("step-*"))
+
+
+def test_handlers_are_restored_and_other_threads_may_train():
+    before = signal.getsignal(signal.SIGINT)
+    with StopFlag() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.wanted
+    assert signal.getsignal(signal.SIGINT) is before
+    entered = []
+
+    def elsewhere() -> None:
+        with StopFlag():
+            entered.append(True)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert entered
+
+
+def test_a_second_process_is_refused(image_folder, tmp_path):
+    from odcluster.training.run import RunLock, open_run
+
+    run = odcluster.train(image_folder, out=tmp_path / "run", quiet=True, **TINY)
+    holder = "import sys,time; from pathlib import Path; from odcluster.training.run import *\n"
+    holder += "with RunLock(open_run(Path(sys.argv[1]))): print('held', flush=True); time.sleep(30)"
+    process = subprocess.Popen([sys.executable, "-c", holder, str(run)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(DataError, match=rf"in use by another process.*{process.pid}"), RunLock(open_run(run)):
+        pass
+    process.kill()
+    process.wait()
+    with RunLock(open_run(run)):  # dropped with its process
+        pass
+
+
+def test_the_users_images_are_not_touched(tmp_path):
+    folder = make_images(tmp_path / "images", 60)
+    before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
+    odcluster.train(folder, out=tmp_path / "run", quiet=True, **{**TINY, "clusters": 4})
+    assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()} == before
+
+
+def test_a_changed_folder_is_noticed_and_explained(tmp_path):
+    folder = make_images(tmp_path / "images", 60)
+    run = odcluster.train(folder, out=tmp_path / "run", quiet=True, **{**TINY, "clusters": 4})
+    (folder / "image0001.png").rename(folder / "renamed.png")
+    with pytest.raises(DataError, match=r"1 added \(renamed.png\), 1 removed \(image0001.png\)"):
+        odcluster.resume(run, quiet=True)
+
+
+def test_a_changed_configuration_is_refused(image_folder, tmp_path):
+    run = odcluster.train(image_folder, out=tmp_path / "run", quiet=True, **TINY)
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "lr": 0.5}))
+    with pytest.raises(DataError, match="was changed since"):
+        odcluster.resume(run, quiet=True)
+    (run / "config.json").write_text(json.dumps({**config, "hook": "os.system"}))
+    with pytest.raises(UserError, match="unknown keys: hook"):
+        odcluster.resume(run, quiet=True)
+
+
+def test_everything_the_run_promises_is_there(image_folder, tmp_path):
+    run = odcluster.train(image_folder, out=tmp_path / "a run with spaces ü", quiet=True, **TINY)
+    names = {path.name for path in run.iterdir()}
+    promised = {"config.json", "manifest.csv", "metrics.jsonl", "train.log", "checkpoints", "clusters.csv", "backbone"}
+    assert promised | {"clusters.png", "curves.png"} <= names
+    lines = read_metrics(run / "metrics.jsonl")
+    steps = [line["step"] for line in lines if "event" not in line]
+    assert steps == sorted(set(steps))
+    assert {"loss", "change", "smallest", "largest", "timing", "lr"} <= set(lines[-1])
+    home = str(Path.home())
+    for file in [*run.glob("checkpoints/*/state.json"), *run.glob("backbone/*.md"), *run.glob("backbone/*.json")]:
+        assert home not in file.read_text()
+
+
+def test_a_window_restored_in_the_middle_gives_the_same_mean():
+    whole, first = Window(), Window()
+    values = torch.rand(7)
+    for value in values:
+        whole.add({"loss": value, "n": 1.0})
+    for value in values[:3]:
+        first.add({"loss": value, "n": 1.0})
+    second = Window(json.loads(json.dumps(first.state())))
+    for value in values[3:]:
+        second.add({"loss": value, "n": 1.0})
+    assert second.means() == whole.means()
+    assert whole.means() == {}
