@@ -37,7 +37,7 @@ from odcluster.recipes import recipe as recipe_of
 from odcluster.training import checkpoint
 from odcluster.training.console import Console, duration
 from odcluster.training.devices import StopFlag, choose_device, seed_torch
-from odcluster.training.resolve import describe, resolve
+from odcluster.training.resolve import describe, resolve, without_effect
 from odcluster.training.run import Run, RunLock, create_run, open_run
 from odcluster.training.survey import extract, to_network
 from odcluster.training.trainer import Trainer
@@ -82,7 +82,10 @@ def start(
     if not isinstance(data, np.ndarray):
         config = dataclasses.replace(config, data=os.path.abspath(os.fspath(data)))
     device = choose_device(config.device)
+    given = config
     config, chosen = resolve(config, source, device)
+    for sentence in without_effect(given):
+        console.warn(sentence)
     manifest = source.manifest
     about = [f"{len(source):,} images ({manifest.kind}) in {manifest.root or 'memory'}", *describe(config, chosen)]
     if config.minutes is not None:
@@ -189,7 +192,8 @@ def build_backbone(config: Config, console: Console, with_weights: bool = True) 
     if config.weights and with_weights:
         report = load_backbone_weights(backbone, config.weights, min_matched=config.fine_tuning.min_matched)
         console.say(report.text())
-    freeze_stages(backbone, config.fine_tuning.freeze_stages)
+    if config.fine_tuning.freeze_stages:
+        freeze_stages(backbone, config.fine_tuning.freeze_stages)
     return backbone
 
 
@@ -262,8 +266,10 @@ def fit_epochs(config: Config, source: Source, device: torch.device, console: Co
     with StopFlag() as stop, build_loader(trial, source, method, device, console, stop) as loader:
         per_step, per_image = measure(trial, method, loader, len(source), device, stop)
     steps = num_steps(len(source), config.batch_size)
-    available = config.minutes * 60 * 0.95 - per_image * len(source)  # 5 % for checkpoints and the end
-    fitting = available / per_step
+    survey = per_image * len(source)
+    if config.method == "deepcluster":  # looks at all images, and clusters them, before every epoch
+        per_step += 1.5 * survey / steps
+    fitting = (config.minutes * 60 * 0.95 - survey) / per_step  # 5 % for checkpoints and the end
     if fitting < steps:
         fixed = dataclasses.replace(config, minutes=None, epochs=1, max_steps=max(1, int(fitting)))
     else:

@@ -142,6 +142,21 @@ def test_info_lists_versions_devices_and_recipes(capsys):
         assert word in printed
 
 
+@pytest.mark.parametrize("method", ["deepcluster", "rotation", "jigsaw", "colorization"])
+def test_every_method_trains_with_its_own_recipe_and_is_a_starting_point(method, capsys, image_folder, tmp_path):
+    out = tmp_path / method
+    code, _, errors = run(capsys, "train", str(image_folder), "--method", method, "--out", str(out), *OPTIONS)
+    assert code == 0, errors
+    assert json.loads((out / "config.json").read_text())["recipe"] == f"{method}_small"
+    assert (out / "clusters.csv").exists() == (method == "deepcluster")
+    words = ["--weights", str(out), "--out", str(tmp_path / "tuned"), "--freeze-stages=1", "--layer-decay=0.5"]
+    code, _, errors = run(capsys, "train", str(image_folder), *words, *OPTIONS)
+    assert code == 0, errors
+    assert "matched" in errors
+    assert "nearest neighbours are those it had" in errors
+    assert json.loads((tmp_path / "tuned" / "config.json").read_text())["recipe"] == "finetune_odc"
+
+
 def test_minutes_choose_the_epochs_and_fix_them(capsys, image_folder, tmp_path):
     words = [o for o in OPTIONS if "epochs" not in o]
     code, _, errors = run(

@@ -12,7 +12,8 @@ up. The published numbers throughout, but for three:
   ImageNet; it is part of the state.
 
 L / 100 is repeated over three channels and normalised like any image, so that the trained backbone takes ordinary RGB
-(it is within 0.04 of the sRGB value of the grey with that lightness). It has seen grey images only: give it such.
+(it is within 0.04 of the sRGB value of the grey with that lightness). Having seen grey images only, it has learned
+nothing about differences between channels: on colour images these pass through its first layer as that began.
 
 Views must keep their colours: the recipes set jitter and grey to 0. Nothing here is random. Layers behind the last
 stage (AlexNet's fc6 and fc7, the last norm of a transformer) have no part in the loss and stay as they were.
@@ -29,8 +30,8 @@ from torch.nn import functional
 
 from odcluster.config import Config
 from odcluster.errors import DataError
-from odcluster.methods.interface import Batch, Outcome, Phase, Survey
-from odcluster.methods.rotation import whole_run
+from odcluster.methods.interface import Batch, Outcome, Survey
+from odcluster.methods.pretext import Pretext
 from odcluster.models.backbones import Backbone
 
 BIN_SIZE = 10
@@ -143,7 +144,7 @@ class ColorizationHead(nn.Module):
         return self.bins(torch.relu(summed))
 
 
-class Colorization(nn.Module):
+class Colorization(Pretext):
     """Backbone and head; the prior of the bins on these images and the weights that follow from it."""
 
     centres: Tensor
@@ -153,10 +154,8 @@ class Colorization(nn.Module):
     weights: Tensor
 
     def __init__(self, backbone: Backbone, num_samples: int, config: Config) -> None:
-        super().__init__()
         assert backbone.in_channels == 3, "colorization repeats the lightness over three channels"
-        self.config = config
-        self.backbone = backbone
+        super().__init__(backbone, config)
         centres = ab_bins()
         num_bins = len(centres)
         self.head = ColorizationHead(stage_widths(backbone), num_bins)
@@ -165,9 +164,6 @@ class Colorization(nn.Module):
             self.register_buffer(name, torch.tensor(values).view(3, 1, 1), persistent=False)
         self.register_buffer("prior", torch.full((num_bins,), 1 / num_bins))
         self.register_buffer("weights", torch.ones(num_bins))
-
-    def phases(self) -> list[Phase]:
-        return [Phase("colorization", *whole_run(self.config))]
 
     def begin_epoch(self, epoch: int, survey: Survey) -> Mapping[str, float]:
         """Count the colours of all images, once, and weight the bins by them."""
@@ -203,15 +199,6 @@ class Colorization(nn.Module):
         self.accuracy = (logits.detach().argmax(dim=1) == bins[:, 0]).float().mean()
         losses = -(shares * logits.log_softmax(dim=1).gather(1, bins)).sum(dim=1)
         return Outcome((self.weights[bins[:, 0]] * losses).mean())
-
-    def after_step(self, batch: Batch, outcome: Outcome) -> Mapping[str, Tensor | float]:
-        return {"accuracy": self.accuracy}
-
-    def end_epoch(self, epoch: int) -> None:
-        return None
-
-    def health(self) -> Mapping[str, float]:
-        return {}
 
 
 @torch.no_grad()

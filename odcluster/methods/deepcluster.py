@@ -28,7 +28,7 @@ from odcluster.data.order import uniform_over_clusters
 from odcluster.errors import DataError
 from odcluster.methods.interface import Batch, Outcome, Phase, Survey
 from odcluster.methods.odc import weighted_cross_entropy
-from odcluster.methods.rotation import whole_run
+from odcluster.methods.pretext import whole_run
 from odcluster.models.backbones import Backbone
 from odcluster.models.heads import LinearClassifier, l2_normalise
 from odcluster.models.sobel import Sobel
@@ -48,37 +48,39 @@ class DeepCluster(nn.Module):
         self.samples = PseudoLabels(num_samples, config.clusters)
 
     def phases(self) -> list[Phase]:
-        return [Phase("deepcluster", *whole_run(self.config))]
+        return [whole_run(self.config)]
 
     def begin_epoch(self, epoch: int, survey: Survey) -> Mapping[str, float]:
         """New labels for all images and a new classifier; nothing changes before the last chance to stop."""
         rows, seen = survey.features(self.features)
         labels = torch.full_like(self.samples.labels, UNSEEN)
         seen = seen & rows.sum(dim=1).isfinite()  # a sum is finite only if all its terms are
-        labels[seen] = self.cluster(rows if bool(seen.all()) else rows[seen], epoch, survey)
+        similarities = torch.zeros_like(self.samples.similarities)
+        labels[seen], similarities[seen] = self.cluster(rows if bool(seen.all()) else rows[seen], epoch, survey)
         comparable = bool(((labels != UNSEEN) & (self.samples.labels != UNSEEN)).any())
         stability = {"nmi_previous": nmi(labels, self.samples.labels)} if comparable else {}
-        self.samples.assign(labels)
+        self.samples.assign(labels, similarities)
         self.renew_classifier(epoch)
         return {**stability, **self.health()}
 
-    def cluster(self, rows: Tensor, epoch: int, survey: Survey) -> Tensor:
-        """k-means of the whitened, normalised features [n, D]: labels [n], every cluster with a member."""
+    def cluster(self, rows: Tensor, epoch: int, survey: Survey) -> tuple[Tensor, Tensor]:
+        """k-means of the whitened, normalised features [n, D]: labels and cosines to the centroid, both [n]."""
         num_clusters, iterations = len(self.samples.counts), self.config.clustering.kmeans_iterations
         assert self.config.dim is not None, "the configuration is not resolved"
         check_room(len(rows), num_clusters, 0)
         if num_clusters > 1 and all_alike(rows):
             raise DataError("all images give the same feature, so there is nothing to cluster; are they all identical?")
         survey.poll("PCA", 0, 1)
-        labels, _ = kmeans(
-            l2_normalise(pca_whiten(rows, self.config.dim)),
+        whitened = l2_normalise(pca_whiten(rows, self.config.dim))
+        labels, centroids = kmeans(
+            whitened,
             num_clusters,
             iterations=iterations,
             seed=epoch_seed(self.config.seed, epoch),
             poll=lambda iteration: survey.poll("k-means", iteration, iterations),
         )
         survey.poll("k-means", iterations, iterations)
-        return labels
+        return labels, (whitened * l2_normalise(centroids)[labels]).sum(dim=1)
 
     def renew_classifier(self, epoch: int) -> None:
         """Cluster 7 of this epoch is not that of the last one: start again from random weights, given (seed, epoch)."""
@@ -122,17 +124,20 @@ class PseudoLabels(nn.Module):
     """The cluster of each of N images during one epoch, -1 for those that could not be read, and the cluster sizes."""
 
     labels: Tensor
+    similarities: Tensor
     counts: Tensor
 
     def __init__(self, num_samples: int, num_clusters: int) -> None:
         super().__init__()
         self.register_buffer("labels", torch.full((num_samples,), UNSEEN, dtype=torch.int64))
+        self.register_buffer("similarities", torch.zeros(num_samples))
         self.register_buffer("counts", torch.zeros(num_clusters, dtype=torch.int64))
 
-    def assign(self, labels: Tensor) -> None:
+    def assign(self, labels: Tensor, similarities: Tensor) -> None:
         counts = torch.bincount(labels[labels != UNSEEN], minlength=len(self.counts))
         assert int(counts.min()) > 0, "a cluster is empty"
         self.labels.copy_(labels)
+        self.similarities.copy_(similarities)
         self.counts.copy_(counts)
 
 

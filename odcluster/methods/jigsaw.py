@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -28,8 +27,8 @@ from torch.nn import functional
 from odcluster.config import Config
 from odcluster.data.randomness import Purpose, permutation, uniforms
 from odcluster.errors import UserError
-from odcluster.methods.interface import Batch, Outcome, Phase, Survey
-from odcluster.methods.rotation import whole_run
+from odcluster.methods.interface import Batch, Outcome
+from odcluster.methods.pretext import Pretext
 from odcluster.models.backbones import Backbone
 from odcluster.models.heads import LinearClassifier
 
@@ -149,27 +148,19 @@ class JigsawHead(nn.Module):
         return self.fc2(torch.relu(self.fc1(x)))
 
 
-class Jigsaw(nn.Module):
+class Jigsaw(Pretext):
     """One puzzle per view and step; the state is that of backbone and head."""
 
     permutations: Tensor
 
     def __init__(self, backbone: Backbone, num_samples: int, config: Config) -> None:
-        super().__init__()
-        self.config = config
-        self.backbone = backbone
+        super().__init__(backbone, config)
         self.view_size = config.augmentation.crop_size or config.image_size or backbone.image_size
         self.cell, self.tile = tile_geometry(self.view_size)
         self.input_size = tile_input_size(backbone, self.tile)
         chosen = torch.from_numpy(permutation_set(config.jigsaw.permutations).astype(np.int64))
         self.register_buffer("permutations", chosen, persistent=False)  # [P, 9]
         self.head = JigsawHead(backbone.num_features, config.head.hidden, len(chosen))
-
-    def phases(self) -> list[Phase]:
-        return [Phase("jigsaw", *whole_run(self.config))]
-
-    def begin_epoch(self, epoch: int, survey: Survey) -> Mapping[str, float]:
-        return {}
 
     def puzzles(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Shuffled, normalised tiles [V B, 9, 3, T, T] of the views, and which permutation was applied [V B]."""
@@ -197,12 +188,3 @@ class Jigsaw(nn.Module):
         logits = self.head(features.flatten(1)).float()
         self.accuracy = (logits.detach().argmax(dim=1) == labels).float().mean()
         return Outcome(functional.cross_entropy(logits, labels))
-
-    def after_step(self, batch: Batch, outcome: Outcome) -> Mapping[str, Tensor | float]:
-        return {"accuracy": self.accuracy}
-
-    def end_epoch(self, epoch: int) -> None:
-        return None
-
-    def health(self) -> Mapping[str, float]:
-        return {}

@@ -136,6 +136,8 @@ class ODC(nn.Module):
 
     def health(self) -> Mapping[str, float]:
         counts = self.centroids.counts
+        if not bool(counts.any()):  # before the first clusters
+            return {}
         return {"smallest": float(counts.min()), "largest": float(counts.max())}
 
 

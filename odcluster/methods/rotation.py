@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from odcluster.config import Config
-from odcluster.methods.interface import Batch, Outcome, Phase, Survey
+from odcluster.methods.interface import Batch, Outcome
+from odcluster.methods.pretext import Pretext
 from odcluster.models.backbones import Backbone
 from odcluster.models.heads import RotationHead
 
@@ -37,43 +36,15 @@ def all_turns(images: Tensor) -> tuple[Tensor, Tensor]:
     return turn(images.repeat(TURNS, 1, 1, 1), quarters), quarters
 
 
-class Rotation(nn.Module):
+class Rotation(Pretext):
     """The pretext task as a method of its own."""
 
     def __init__(self, backbone: Backbone, num_samples: int, config: Config) -> None:
-        super().__init__()
-        self.config = config
-        self.backbone = backbone
+        super().__init__(backbone, config)
         self.head = RotationHead(backbone.num_features)
-
-    def phases(self) -> list[Phase]:
-        return [Phase("rotation", *whole_run(self.config))]
-
-    def begin_epoch(self, epoch: int, survey: Survey) -> Mapping[str, float]:
-        return {}
-
-    def epoch_order(self, epoch: int) -> None:
-        return None
 
     def forward(self, batch: Batch) -> Outcome:
         images, quarters = all_turns(batch.images.flatten(0, 1))
         logits = self.head(self.backbone(images)).float()
         self.accuracy = (logits.detach().argmax(dim=1) == quarters).float().mean()
         return Outcome(functional.cross_entropy(logits, quarters))
-
-    def after_step(self, batch: Batch, outcome: Outcome) -> Mapping[str, Tensor | float]:
-        return {"accuracy": self.accuracy}
-
-    def end_epoch(self, epoch: int) -> None:
-        return None
-
-    def health(self) -> Mapping[str, float]:
-        return {}
-
-
-def whole_run(config: Config) -> tuple[int, float, float, str, float]:
-    """The fields of a phase that lasts the whole run."""
-    assert config.epochs is not None, "the configuration is not resolved"
-    assert config.lr is not None, "the configuration is not resolved"
-    optimiser = config.optimiser
-    return config.epochs, config.lr, optimiser.weight_decay, optimiser.schedule, optimiser.warmup_epochs

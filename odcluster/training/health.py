@@ -23,6 +23,7 @@ def progress_line(line: Mapping[str, Any], epochs: int) -> str:
         parts.append(f"accuracy {line['accuracy']:.2f}")
     if "change" in line:
         parts.append(f"labels changed {line['change']:.0%}")
+    if "smallest" in line:
         parts.append(f"clusters of {line['smallest']:.0f}-{line['largest']:.0f}")
     parts.append(f"{timing['images_per_second']:,.0f} img/s")
     waiting = f"waiting for data {timing['waiting']:.0%}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -123,6 +124,51 @@ def choose_workers(source: Source, device: torch.device) -> tuple[int, str]:
     if device.type == "cpu":
         return 1, "one process prepares images while the network trains"
     return max(1, min(8, cores - 1)), f"{cores} cores"
+
+
+EFFECTIVE: dict[str, tuple[str, ...]] = {
+    "clusters": ("odc", "deepcluster"),
+    "dim": ("odc", "deepcluster"),
+    "hidden": ("odc", "jigsaw"),
+    "dropout": ("odc",),
+    "final_relu": ("odc",),
+    "neck_norm": ("odc",),
+    "classifier": ("odc",),
+    "temperature": ("odc",),
+    "memory_momentum": ("odc",),
+    "update_interval": ("odc",),
+    "small_cluster": ("odc",),
+    "kmeans_iterations": ("odc", "deepcluster"),
+    "calibration_batches": ("odc",),
+    "warm_share": ("odc",),
+    "warm_lr": ("odc",),
+    "warm_weight_decay": ("odc",),
+    "sobel": ("deepcluster",),
+    "balance": ("deepcluster",),
+    "permutations": ("jigsaw",),
+}
+"""Options that only some methods look at."""
+
+
+def without_effect(config: Config) -> list[str]:
+    """Sentences about options that differ from the recipe's but change nothing in this run."""
+    given, usual = flat(config), flat(recipe(config.recipe))
+    sentences = [
+        f"--{name.replace('_', '-')} has no effect with --method {config.method}"
+        for name, methods in EFFECTIVE.items()
+        if config.method not in methods and given[name] != usual[name]
+    ]
+    if config.weights is None and config.fine_tuning != recipe(config.recipe).fine_tuning:
+        sentences.append("--freeze-stages, --layer-decay and --min-matched are for fine-tuning: give --weights too")
+    return sentences
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """All options by name, those of the groups included."""
+    values: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(config).items():
+        values |= value if isinstance(value, dict) else {name: value}
+    return values
 
 
 def describe(config: Config, chosen: list[tuple[str, Any, str]]) -> list[str]:

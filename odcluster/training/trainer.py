@@ -274,7 +274,7 @@ class Trainer:
             "phase": phase.name,
             "lr": self.schedule.lr(self.step - 1),
         }
-        line |= {**means, **(self.method.health() if "change" in means else {}), "timing": timing}
+        line |= {**means, **self.method.health(), "timing": timing}
         self.metrics.write(line)
         self.interval_start, self.images, self.waited = now, 0.0, 0.0
         detail = health.progress_line(line, epochs=self.config.epochs or 0)

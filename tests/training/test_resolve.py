@@ -12,7 +12,7 @@ from odcluster.errors import UserError
 from odcluster.methods.interface import Phase
 from odcluster.recipes import RECIPES, odc_resnet50_imagenet, odc_small
 from odcluster.training.health import progress_line, worries
-from odcluster.training.resolve import resolve
+from odcluster.training.resolve import resolve, without_effect
 from odcluster.training.schedule import Schedule
 
 CPU = torch.device("cpu")
@@ -130,3 +130,12 @@ def test_an_unhealthy_run_is_told_in_words(values, kinds):
     found = list(worries(line(**values), schedule, 1000, config))
     assert [kind for kind, _ in found] == kinds
     assert all(len(sentence) > 30 for _, sentence in found)
+
+
+def test_options_that_change_nothing_are_named():
+    assert without_effect(odc_small()) == []
+    assert without_effect(changed(RECIPES["rotation_small"](), clusters=9)) == [
+        "--clusters has no effect with --method rotation"
+    ]
+    assert "--weights" in without_effect(changed(odc_small(), freeze_stages=2))[0]
+    assert without_effect(changed(odc_small(), freeze_stages=2, weights="x.pth")) == []
