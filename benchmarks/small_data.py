@@ -28,6 +28,7 @@ from odcluster.evaluation.knn import knn_accuracy
 from odcluster.evaluation.linear import linear_probe, pool_stage
 from odcluster.explore.export import read_clusters_csv
 from odcluster.models.backbones import Backbone
+from odcluster.models.sobel import Sobel
 from odcluster.training.console import Console
 from odcluster.training.devices import StopFlag
 from odcluster.training.metrics import read_metrics
@@ -53,6 +54,8 @@ def stage_features(backbone: Backbone, loader: Loader, num: int) -> dict[str, to
     backbone.eval()
     for raw in loader.evaluation(np.arange(num), 256):
         images = to_network(raw.images[0], mean, std)
+        if backbone.in_channels == 2:
+            images = Sobel()(images)
         for name, stage in zip(backbone.stage_names, backbone.stages(images), strict=True):
             parts.setdefault(name, []).append(pool_stage(stage, MAX_DIMS))
         parts.setdefault("output", []).append(backbone(images))
@@ -80,7 +83,7 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     config = open_run(run).config()
     cpu, quiet = torch.device("cpu"), Console(quiet=True)
-    method = api.build_method(config, len(sources[0]), cpu, quiet)
+    method = api.build_method(config, len(sources[0]), cpu, quiet, with_weights=False)
     untrained, trained = cast(Backbone, method.backbone), odcluster.load_backbone(run)
     with (
         api.build_loader(config, sources[0], method, cpu, quiet, StopFlag()) as train,
@@ -88,8 +91,8 @@ def evaluate(
     ):
         settle_batch_norm(untrained, train, len(sources[0]), cpu)
         return {
-            "before": judge(untrained, train, test, labels, layers),
-            "after": judge(trained, train, test, labels, layers),
+            "untrained": judge(untrained, train, test, labels, layers),
+            "trained": judge(trained, train, test, labels, layers),
         }
 
 
@@ -99,6 +102,7 @@ def main() -> None:
     parser.add_argument("test")
     parser.add_argument("--images", type=int)
     parser.add_argument("--test-images", type=int)
+    parser.add_argument("--probe-images", type=int, default=10_000, help="labelled images a probe is trained on")
     parser.add_argument("--minutes", type=float)
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
@@ -113,6 +117,7 @@ def main() -> None:
     truth = [open_source(path).manifest.labels for path in (given.train, given.test)]
     sources = [open_source(data), open_source(test_data)]
     labels = [torch.from_numpy(t[: len(s)]) for t, s in zip(truth, sources, strict=True) if t is not None]
+    probe_labels = [labels[0][: given.probe_images], labels[1]]
     results = []
     weights = {"weights": given.weights} if given.weights else {}
     for seed in given.seeds:
@@ -128,7 +133,7 @@ def main() -> None:
             result["nmi"] = nmi(clusters, labels[0].numpy())
             result["change ratio (last line)"] = lines[-1]["change"]
         result["images per second"] = float(np.median([line["timing"]["images_per_second"] for line in lines]))
-        result |= evaluate(run, sources, labels, given.layers)
+        result |= evaluate(run, sources, probe_labels, given.layers)
         print(json.dumps(result, indent=1))
         results.append(result)
         given.out.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 import time
 from collections.abc import Callable
@@ -31,7 +30,8 @@ from odcluster.methods.jigsaw import Jigsaw
 from odcluster.methods.odc import ODC
 from odcluster.methods.rotation import Rotation
 from odcluster.models.backbones import Backbone, create_backbone, freeze_stages
-from odcluster.models.weights import load_backbone_weights
+from odcluster.models.sobel import represent
+from odcluster.models.weights import describe_weights, load_backbone_weights
 from odcluster.recipes import default_recipe
 from odcluster.recipes import recipe as recipe_of
 from odcluster.training import checkpoint
@@ -201,26 +201,21 @@ def stem_of(weights: str | None) -> Literal["auto", "standard", "small"]:
     """Weights decide about the stem: those of another run have its own, those of others the standard one."""
     if weights is None:
         return "auto"
-    description = Path(weights) / "backbone" / "config.json"
-    if not description.is_file():
-        description = Path(weights) / "config.json"
-    return (
-        "small" if description.is_file() and json.loads(description.read_text()).get("stem") == "small" else "standard"
-    )
+    described = describe_weights(weights)
+    return "small" if described is not None and described["stem"] == "small" else "standard"
 
 
 def kept_neighbours(
     config: Config, method: Method, loader: Loader, num_samples: int, device: torch.device, console: Console
 ) -> float:
     """What fine-tuning did to the features, without labels: the share of nearest neighbours that stayed."""
-    after = cast(nn.Module, method).eval()
-    before = METHODS[config.method](build_backbone(config, Console(quiet=True)), 1, config).to(device).eval()
-    ids = permutation(config.seed, 0, num_samples)[:SAMPLE]
+    before = build_backbone(config, Console(quiet=True)).to(device)
+    ids = np.sort(permutation(config.seed, 0, num_samples)[:SAMPLE])
     rows = []
-    for name, network in (("before", before), ("after", after)):
-        embed = network.features if isinstance(network, DeepCluster) else cast(Backbone, network.backbone)
+    for name, backbone in (("before", before), ("after", cast(Backbone, method.backbone))):
+        backbone.eval()
         progress = partial(console.progress, f"features {name} training", total=len(ids))
-        found, seen = extract(embed, loader, np.sort(ids), device, partial(_show, progress))
+        found, seen = extract(represent(backbone), loader, ids, device, partial(_show, progress))
         rows.append(found[seen])
     return neighbours_kept(rows[0], rows[1])
 

@@ -20,6 +20,7 @@ from odcluster.data.sources import Source, open_source
 from odcluster.errors import DataError
 from odcluster.evaluation.knn import leave_one_out_knn_accuracy
 from odcluster.models.backbones import Backbone
+from odcluster.models.sobel import represent
 from odcluster.models.weights import load_backbone
 from odcluster.recipes import recipe
 from odcluster.training.console import Console
@@ -105,13 +106,13 @@ def judge(
 
 
 @torch.no_grad()
-def settle_batch_norm(backbone: nn.Module, loader: Loader, num_samples: int, device: torch.device) -> None:
+def settle_batch_norm(backbone: Backbone, loader: Loader, num_samples: int, device: torch.device) -> None:
     """Batch-norm statistics for random weights, so that the untrained network is not judged by its worst."""
     mean, std = loader.normalisation_on(device)
     backbone.train()
     for raw in loader.evaluation(np.arange(min(num_samples, 5000)), 256):
         if len(raw.ids) > 1:
-            backbone(to_network(raw.images[0], mean, std))
+            represent(backbone)(to_network(raw.images[0], mean, std))
 
 
 def measure(
@@ -121,7 +122,7 @@ def measure(
     backbone.eval()
     total = len(truth)
     rows, seen = extract(
-        backbone,
+        represent(backbone),
         loader,
         np.arange(total),
         device,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from odcluster.models.backbones import Backbone
 
 HORIZONTAL = ((1.0, 0.0, -1.0), (2.0, 0.0, -2.0), (1.0, 0.0, -1.0))
 """Left minus right; its transpose is top minus bottom."""
@@ -28,3 +32,10 @@ class Sobel(nn.Module):
         with torch.autocast(images.device.type, enabled=False):
             grey = images.float().mean(dim=1, keepdim=True)  # [B, 1, H, W]
             return functional.conv2d(grey, self.filters.float(), padding=1)
+
+
+def represent(backbone: Backbone) -> Callable[[Tensor], Tensor]:
+    """Features of normalised RGB images, whatever the backbone takes: gradients are made for one of two channels."""
+    if backbone.in_channels != 2:
+        return backbone
+    return nn.Sequential(Sobel().to(next(backbone.parameters()).device), backbone)

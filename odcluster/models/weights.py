@@ -74,9 +74,7 @@ def _open(backbone: Backbone, source: str | Path) -> Checkpoint:
     if str(source) == "timm" or str(source).startswith("timm:"):
         return fetch_timm_weights(backbone.name, str(source)[5:] or None)
     tensors = read_tensors(source)
-    description = locate_weights(source).with_name("config.json")
-    with contextlib.suppress(DataError):  # any other program's config.json is of no interest
-        settings = _read_description(description)
+    if (settings := describe_weights(source)) is not None:
         return Checkpoint(tensors, str(source), settings["architecture"], (settings["mean"], settings["std"]))
     return Checkpoint(tensors, str(source), guess_architecture(tensors), None)
 
@@ -224,6 +222,15 @@ def load_backbone(source: str | Path) -> Backbone:
     )
     load_backbone_weights(backbone, source, min_matched=1.0)
     return backbone.eval()
+
+
+def describe_weights(source: str | Path) -> dict[str, Any] | None:
+    """What an exported backbone says of itself (architecture, stem, image_size, ...); None for any other file."""
+    if str(source) == "timm" or str(source).startswith("timm:"):
+        return None
+    with contextlib.suppress(DataError):
+        return _read_description(locate_weights(source).with_name("config.json"))
+    return None
 
 
 def _read_description(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from odcluster.data.order import num_steps
 from odcluster.data.sources import Source
 from odcluster.errors import DataError, ImageRefused
 from odcluster.methods.odc import warm_epochs
+from odcluster.models.weights import describe_weights
 from odcluster.recipes import recipe
 from odcluster.training.devices import has_bfloat16
 
@@ -45,6 +46,8 @@ def resolve(config: Config, source: Source, device: torch.device) -> tuple[Confi
             choose("crop_size", max(16, size * 3 // 4 // grid * grid), "training on smaller crops is faster")
         else:
             config = changed(config, crop_size=size)
+    if config.backbone is None and config.weights and (described := describe_weights(config.weights)):
+        choose("backbone", described["architecture"], "that of the weights")
     if config.backbone is None:
         small = size <= SMALL_IMAGE
         reason = f"images of {size} px" + ("" if small else f" on {device.type}")
