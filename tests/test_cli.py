@@ -167,6 +167,7 @@ def test_minutes_choose_the_epochs_and_fix_them(capsys, image_folder, tmp_path):
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["minutes"] is None
     assert config["epochs"] >= 1
+    assert config["max_steps"] >= 1
 
 
 def test_max_steps_end_the_run(capsys, image_folder, tmp_path):

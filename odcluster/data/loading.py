@@ -239,7 +239,11 @@ class _Requests:
 
 
 def _quiet_worker(worker: int) -> None:
-    """Ctrl-C is the parent's business; a worker ends when the parent says so, or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """Signals are the parent's business, also when a whole process group gets them (Ctrl-C, a batch system's SIGTERM).
+
+    A worker ends when the parent says so, or is gone.
+    """
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     cv2.setNumThreads(0)

@@ -89,8 +89,10 @@ class RunLock:
         self._descriptor: int | None = None
 
     def __enter__(self) -> RunLock:
-        import fcntl
-
+        try:
+            import fcntl
+        except ImportError:  # Windows has no such locks
+            return self
         try:
             self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:

@@ -61,7 +61,6 @@ class Trainer:
         total = steps_per_epoch * config.epochs
         self.schedule = Schedule(method.phases(), steps_per_epoch, min(total, config.max_steps or total))
         self.module.to(device)
-        cast(Any, method.backbone).to(memory_format=torch.channels_last)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.running.precision == "bfloat16")
         self.mean, self.std = loader.normalisation_on(device)
         self.step = 0
@@ -106,6 +105,7 @@ class Trainer:
             "warned": sorted(self.warned),
             "metrics_size": self.metrics.size(),
             "manifest": self.manifest.fingerprint(),
+            "normalisation": [self.mean.tolist(), self.std.tolist()],
             "config": fingerprint(self.config),
             "versions": {"torch": torch.__version__},
         }

@@ -343,5 +343,5 @@ def test_nothing_is_random():
 
 
 def test_the_whole_run_is_one_phase():
-    (phase,) = make(lr=0.1).phases()
+    (phase,) = make(method="colorization", lr=0.1).phases()
     assert (phase.name, phase.epochs, phase.lr) == ("colorization", 2, 0.1)

@@ -185,7 +185,8 @@ def with_sizes(sizes: list[int], unlabelled: int, **options: object) -> DeepClus
     config = settings(clusters=len(sizes), **options)
     backbone = create_backbone("smallconv", image_size=16, in_channels=2)
     method = DeepCluster(backbone, len(labels), config)
-    method.samples.assign(labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(5))])
+    shuffled = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(5))]
+    method.samples.assign(shuffled, torch.zeros(len(labels)))
     return method
 
 
@@ -221,7 +222,7 @@ def test_the_order_is_a_function_of_seed_epoch_and_labels() -> None:
 @pytest.mark.parametrize("balance", ["sampling", "weights"])
 def test_the_loss_is_cross_entropy_weighted_only_where_sampling_does_not_balance(balance: str) -> None:
     method, images = make(balance=balance)
-    method.samples.assign(torch.tensor([0] * 60 + [1] * 15 + [2] * 3 + [3, 4]))
+    method.samples.assign(torch.tensor([0] * 60 + [1] * 15 + [2] * 3 + [3, 4]), torch.zeros(80))
     ids = torch.arange(55, 80)
     weights = torch.tensor([60.0, 15, 3, 1, 1]).pow(-0.5) if balance == "weights" else None
     expected = functional.cross_entropy(
@@ -299,7 +300,11 @@ def test_all_state_is_in_the_state_dict(balance: str) -> None:
 def test_labels_go_to_the_memory_file_and_the_classifier_has_no_optimiser_state() -> None:
     method, images = make()
     names = set(method.state_dict())
-    assert {name for name in names if name.startswith("samples.")} == {"samples.labels", "samples.counts"}
+    assert {name for name in names if name.startswith("samples.")} == {
+        "samples.labels",
+        "samples.similarities",
+        "samples.counts",
+    }
     assert not any("sobel" in name for name in names)
     optimizer = torch.optim.SGD(method.classifier.parameters(), lr=0.1, momentum=0.0, weight_decay=1e-5)
     method(Batch(torch.arange(9), images[None, :9], epoch=0, step=0)).loss.backward()

@@ -65,6 +65,7 @@ def test_the_cache_changes_nothing(cache_gb, references, image_folder, tmp_path)
 @pytest.mark.parametrize("method", METHODS)
 def test_stopped_at_every_step_and_resumed(method, references, image_folder, tmp_path, monkeypatch):
     """A stop is wanted at every poll: one step (or one batch of an extraction) per sitting."""
+    reference = references(method)
     polls = {"left": 0}
 
     def poll(self):
@@ -86,7 +87,7 @@ def test_stopped_at_every_step_and_resumed(method, references, image_folder, tmp
         except Interrupted:
             assert sittings < 60
     assert sittings >= 3
-    same(run, references(method))
+    same(run, reference)
 
 
 KILLED = """

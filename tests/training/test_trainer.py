@@ -106,18 +106,20 @@ def test_an_image_deleted_while_training_is_left_out_and_its_row_kept(tmp_path, 
     assert list(csv.DictReader((run / "clusters.csv").open()))[11]["cluster"] != "-1"
 
 
+@pytest.mark.parametrize("whole_group", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_and_exits_75_and_resume_finishes(number, image_folder, tmp_path):
+def test_a_signal_saves_and_exits_75(number, whole_group, image_folder, tmp_path):
     run = tmp_path / "run"
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, "epochs": 3000}.items()]
+    changes = {"epochs": 3000, "workers": 2 if whole_group else 0}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, **changes}.items()]
     command = [sys.executable, "-m", "odcluster", "train", str(image_folder), "--out", str(run), *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     metrics = run / "metrics.jsonl"
     deadline = time.monotonic() + 60
     while not (metrics.exists() and metrics.stat().st_size > 0):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    process.send_signal(number)
+    os.killpg(process.pid, number) if whole_group else process.send_signal(number)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 75, errors
     assert "odcluster resume" in errors
