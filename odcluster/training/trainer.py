@@ -97,6 +97,7 @@ class Trainer:
 
     def save(self, last: bool = False) -> None:
         """Write a checkpoint. When the disk is full, go on and try again later; at the end, say so and fail."""
+        backbone = cast(Backbone, self.method.backbone)
         state = {
             "begun": self.begun,
             "skips": self.skips,
@@ -105,7 +106,7 @@ class Trainer:
             "warned": sorted(self.warned),
             "metrics_size": self.metrics.size(),
             "manifest": self.manifest.fingerprint(),
-            "normalisation": [self.mean.tolist(), self.std.tolist()],
+            "normalisation": [backbone.mean, backbone.std],
             "config": fingerprint(self.config),
             "versions": {"torch": torch.__version__},
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import TINY, make_images
+from safetensors.torch import load_file
+from tiny_runs import TINY, make_images, state_hash
 
 import odcluster
 from odcluster.errors import DataError, Diverged, UserError
@@ -214,3 +216,38 @@ def test_a_window_restored_in_the_middle_gives_the_same_mean():
         second.add({"loss": value, "n": 1.0})
     assert second.means() == whole.means()
     assert whole.means() == {}
+
+
+def test_half_precision_keeps_the_memories_in_float32(image_folder, tmp_path):
+    run = odcluster.train(image_folder, out=tmp_path / "run", quiet=True, **TINY, precision="bfloat16")
+    memory = load_file(max((run / "checkpoints").glob("step-*")) / "memory.safetensors")
+    assert memory["samples.rows"].dtype == memory["centroids.centroids"].dtype == torch.float32
+    assert bool(memory["samples.rows"].isfinite().all())
+    assert int(memory["centroids.counts"].sum()) == 97
+
+
+@pytest.mark.slow
+def test_a_compiled_backbone_trains_and_exports_the_same_names(image_folder, tmp_path):
+    run = odcluster.train(image_folder, out=tmp_path / "run", quiet=True, **TINY, compile=True)
+    plain = odcluster.train(image_folder, out=tmp_path / "plain", quiet=True, **TINY)
+    assert set(load_file(run / "backbone" / "model.safetensors")) == set(
+        load_file(plain / "backbone" / "model.safetensors")
+    )
+
+
+def test_the_normalisation_that_came_with_weights_survives_a_resume(image_folder, tmp_path):
+    """Weights of another run bring the mean and std they were trained with; a resumed run must go on with them."""
+    start = odcluster.train(image_folder, out=tmp_path / "start", quiet=True, **TINY)
+    description = start / "backbone" / "config.json"
+    settings = json.loads(description.read_text())
+    description.write_text(json.dumps({**settings, "mean": [0.1, 0.2, 0.3], "std": [0.5, 0.6, 0.7]}))
+    options = {**TINY, "weights": str(start), "checkpoint_minutes": 0}
+    reference = odcluster.train(image_folder, out=tmp_path / "reference", quiet=True, **options)
+    shutil.copytree(reference, tmp_path / "copy")
+    newest = max((tmp_path / "copy" / "checkpoints").glob("step-*"))
+    shutil.rmtree(newest)
+    shutil.rmtree(start)  # the weights are not needed any more
+    odcluster.resume(tmp_path / "copy", quiet=True)
+    assert state_hash(tmp_path / "copy") == state_hash(reference)
+    exported = json.loads((tmp_path / "copy" / "backbone" / "config.json").read_text())
+    assert (exported["mean"], exported["std"]) == ([0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
