@@ -72,16 +72,7 @@ def odc_alexnet_imagenet() -> Config:
     Time: the paper used 8 GPUs; `odcluster train` prints the time left after the first steps.
     Expected (the paper): linear probe on conv4 41.4 % (ImageNet) and 38.4 % (Places205).
     """
-    return Config(
-        recipe="odc_alexnet_imagenet",
-        backbone="alexnet",
-        clusters=10_000,
-        epochs=440,
-        batch_size=512,
-        image_size=224,
-        lr=0.04,
-        dim=256,
-    )
+    return dataclasses.replace(odc_resnet50_imagenet(), recipe="odc_alexnet_imagenet", backbone="alexnet", lr=0.04)
 
 
 def deepcluster_resnet50_imagenet() -> Config:
