@@ -79,7 +79,7 @@ def judge(
 
 
 def evaluate(
-    run: Path, sources: list[Source], labels: list[torch.Tensor], layers: list[str]
+    run: Path, sources: list[Source], labels: list[torch.Tensor], layers: list[str], skip_untrained: bool
 ) -> dict[str, dict[str, float]]:
     config = open_run(run).config()
     cpu, quiet = torch.device("cpu"), Console(quiet=True)
@@ -89,11 +89,11 @@ def evaluate(
         api.build_loader(config, sources[0], method, cpu, quiet, StopFlag()) as train,
         api.build_loader(config, sources[1], method, cpu, quiet, StopFlag()) as test,
     ):
-        settle_batch_norm(untrained, train, len(sources[0]), cpu)
-        return {
-            "untrained": judge(untrained, train, test, labels, layers),
-            "trained": judge(trained, train, test, labels, layers),
-        }
+        verdicts = {"trained": judge(trained, train, test, labels, layers)}
+        if not skip_untrained:
+            settle_batch_norm(untrained, train, len(sources[0]), cpu)
+            verdicts["untrained"] = judge(untrained, train, test, labels, layers)
+        return verdicts
 
 
 def main() -> None:
@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--method", default="odc")
     parser.add_argument("--weights", help="start from this run or file")
     parser.add_argument("--layers", nargs="+", default=["conv3", "conv4", "conv5"])
+    parser.add_argument("--skip-untrained", action="store_true", help="the same seed's was judged in another run")
     parser.add_argument("--runs", type=Path, default=Path("runs/small_data"))
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
@@ -133,7 +134,7 @@ def main() -> None:
             result["nmi"] = nmi(clusters, labels[0].numpy())
             result["change ratio (last line)"] = lines[-1]["change"]
         result["images per second"] = float(np.median([line["timing"]["images_per_second"] for line in lines]))
-        result |= evaluate(run, sources, probe_labels, given.layers)
+        result |= evaluate(run, sources, probe_labels, given.layers, given.skip_untrained)
         print(json.dumps(result, indent=1))
         results.append(result)
         given.out.parent.mkdir(parents=True, exist_ok=True)

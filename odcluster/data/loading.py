@@ -207,22 +207,24 @@ class Loader:
     def __enter__(self) -> Loader:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """End the workers now: left to the garbage collector, a later run's workers would inherit them."""
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, where: object) -> None:
+        """End the workers now: left to the garbage collector, a later run's workers would inherit them.
+
+        A worker that died (out of memory, killed) or hangs is reported by torch wherever the main process just is.
+        """
         if (iterator := self._loader._iterator) is not None:
             self._loader._iterator = None
             iterator._shutdown_workers()  # type: ignore[attr-defined]
+        if isinstance(value, RuntimeError) and "DataLoader" in str(value):
+            reason = str(value).splitlines()[0]
+            raise DataError(
+                f"a process that reads images stopped working ({reason}); use fewer --workers if memory is short, and "
+                "go on from the last checkpoint with `odcluster resume`"
+            ) from value
 
     def _serve(self, requests: list[Request]) -> Iterator[RawBatch]:
         self._requests.pending = requests
-        try:
-            yield from self._loader
-        except RuntimeError as error:
-            if "DataLoader" not in str(error):
-                raise
-            raise DataError(
-                f"a loader process stopped working ({error}); try fewer --workers, or --workers 0"
-            ) from error
+        yield from self._loader
 
 
 class _Requests:
