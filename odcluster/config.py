@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -209,17 +210,74 @@ class Config:
     running: Running = field(default_factory=Running)
 
     def __post_init__(self) -> None:
-        for name in ("clusters", "epochs", "max_steps", "minutes", "batch_size", "image_size", "lr", "dim"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UserError(f"--{name.replace('_', '-')} must be above 0, not {value}")
-        if self.workers is not None and self.workers < 0:
-            raise UserError(f"--workers must be 0 or more, not {self.workers}")
+        values = dataclasses.asdict(self)
+        for group in GROUPS:
+            values |= values.pop(group)
+        for name, (low, high) in BOUNDS.items():
+            for value in values[name] if isinstance(values[name], tuple) else (values[name],):
+                if value is not None and not low <= value <= high:
+                    raise UserError(f"--{name.replace('_', '-')} must be {_range(low, high)}, not {value}")
+        for name in ("crop_scale", "crop_ratio"):
+            if values[name][0] > values[name][1]:
+                raise UserError(f"--{name.replace('_', '-')} takes the smallest, then the largest")
         if self.minutes is not None and (self.epochs is not None or self.max_steps is not None):
             raise UserError("--minutes chooses the epochs: give either --minutes or --epochs / --max-steps")
-        low, high = self.augmentation.crop_scale
-        if not 0 < low <= high <= 1:
-            raise UserError(f"--crop-scale needs 0 < smallest <= largest <= 1, not {low} {high}")
+
+
+LEAST = 1e-9  # stands for "above 0"
+BOUNDS: dict[str, tuple[float, float]] = {
+    "clusters": (1, math.inf),
+    "epochs": (1, 1_000_000),
+    "max_steps": (1, math.inf),
+    "minutes": (LEAST, math.inf),
+    "batch_size": (2, math.inf),
+    "image_size": (8, 4096),
+    "lr": (LEAST, 1e6),
+    "workers": (0, 1024),
+    "dim": (1, math.inf),
+    "num_views": (1, 100),
+    "crop_size": (8, 4096),
+    "crop_scale": (LEAST, 1),
+    "crop_ratio": (LEAST, 100),
+    "flip": (0, 1),
+    "rotation": (0, 180),
+    "brightness": (0, 10),
+    "contrast": (0, 10),
+    "saturation": (0, 10),
+    "hue": (0, 0.5),
+    "jitter": (0, 1),
+    "grey": (0, 1),
+    "hidden": (1, math.inf),
+    "dropout": (0, 0.99),
+    "temperature": (LEAST, math.inf),
+    "memory_momentum": (LEAST, 1),
+    "update_interval": (1, math.inf),
+    "small_cluster": (0, math.inf),
+    "kmeans_iterations": (1, math.inf),
+    "calibration_batches": (0, math.inf),
+    "warm_share": (0, 1),
+    "warm_lr": (LEAST, 1e6),
+    "warm_weight_decay": (0, 1),
+    "permutations": (2, 10_000),
+    "freeze_stages": (0, math.inf),
+    "layer_decay": (LEAST, 1),
+    "min_matched": (0, 1),
+    "sgd_momentum": (0, 0.9999),
+    "weight_decay": (0, 1),
+    "warmup_epochs": (0, math.inf),
+    "cache_gb": (0, math.inf),
+    "checkpoint_minutes": (0, math.inf),
+    "keep_checkpoints": (2, math.inf),
+    "log_interval": (1, math.inf),
+    "max_refused": (0, 1),
+}
+"""Smallest and largest value that makes sense, per option."""
+
+
+def _range(low: float, high: float) -> str:
+    if low == LEAST:
+        return "above 0" if high == math.inf else f"above 0 and at most {high:g}"
+    return f"{low:g} or more" if high == math.inf else f"from {low:g} to {high:g}"
 
 
 def changed(config: Config, **values: Any) -> Config:

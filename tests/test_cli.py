@@ -75,7 +75,7 @@ def test_an_existing_run_is_not_overwritten(capsys, image_folder, tmp_path):
         (2, ["train", "{images}", "--backbone", "resnet5"], "resnet50"),
         (2, ["train", "{images}", "--recipe", "odc_tiny"], "odc_small"),
         (2, ["train", "{images}", "--clusters", "60"], "--clusters"),
-        (2, ["train", "{images}", "--clusters", "0"], "above 0"),
+        (2, ["train", "{images}", "--clusters", "0"], "1 or more"),
         (2, ["train", "{images}", "--minutes", "2", "--epochs", "3"], "either"),
         (2, ["train", "{images}", "--device", "cuda:7"], "odcluster info"),
         (3, ["train", "{images}", "--backbone", "resnet18", "--weights", "{tmp}/notes.txt"], "notes.txt"),

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from odcluster.config import Config, changed, fingerprint, from_json, to_json
+from odcluster.config import BOUNDS, Config, changed, fingerprint, from_json, to_json
 from odcluster.data.sources import open_source
 from odcluster.errors import UserError
 from odcluster.methods.interface import Phase
 from odcluster.recipes import RECIPES, odc_resnet50_imagenet, odc_small
 from odcluster.training.health import progress_line, worries
-from odcluster.training.resolve import resolve, without_effect
+from odcluster.training.resolve import flat, resolve, without_effect
 from odcluster.training.schedule import Schedule
 
 CPU = torch.device("cpu")
@@ -139,3 +139,30 @@ def test_options_that_change_nothing_are_named():
     ]
     assert "--weights" in without_effect(changed(odc_small(), freeze_stages=2))[0]
     assert without_effect(changed(odc_small(), freeze_stages=2, weights="x.pth")) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("batch_size", 1, "2 or more"),
+        ("small_cluster", -1, "0 or more"),
+        ("update_interval", 0, "1 or more"),
+        ("temperature", 0.0, "above 0"),
+        ("lr", float("nan"), "above 0"),
+        ("hue", 0.7, "from 0 to 0.5"),
+        ("crop_scale", (0.0, 1.0), "above 0"),
+        ("crop_scale", (0.9, 0.3), "smallest, then the largest"),
+        ("memory_momentum", 1.5, "at most 1"),
+        ("image_size", 1, "from 8"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused_with_the_range(option, value, says):
+    with pytest.raises(UserError, match=says) as refusal:
+        changed(odc_small(), **{option: value})
+    assert option.replace("_", "-") in str(refusal.value)
+
+
+def test_every_number_has_its_bounds():
+    numbers = {name for name, value in flat(odc_small()).items() if isinstance(value, float | int | tuple)}
+    numbers |= {"clusters", "epochs", "max_steps", "minutes", "batch_size", "image_size", "workers", "crop_size"}
+    assert numbers - set(BOUNDS) <= {"seed", "final_relu", "sobel", "compile", "deterministic"}
