@@ -9,6 +9,7 @@ labels are used for the verdict only. One run per seed; every run is reported.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import time
@@ -83,7 +84,7 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     config = open_run(run).config()
     cpu, quiet = torch.device("cpu"), Console(quiet=True)
-    method = api.build_method(config, len(sources[0]), cpu, quiet, with_weights=False)
+    method = api.build_method(dataclasses.replace(config, weights=None), len(sources[0]), cpu, quiet)
     untrained, trained = cast(Backbone, method.backbone), odcluster.load_backbone(run)
     with (
         api.build_loader(config, sources[0], method, cpu, quiet, StopFlag()) as train,

@@ -20,7 +20,7 @@ from odcluster.data.loading import Cache, Loader, RawBatch
 from odcluster.data.order import num_steps
 from odcluster.data.randomness import Purpose, permutation
 from odcluster.data.sources import FileSource, PackedSource, Source, open_source
-from odcluster.errors import DataError, UserError
+from odcluster.errors import DataError, Interrupted, UserError
 from odcluster.evaluation.knn import neighbours_kept
 from odcluster.explore.deliver import deliver
 from odcluster.methods.colorization import Colorization
@@ -29,7 +29,7 @@ from odcluster.methods.interface import Batch, Method
 from odcluster.methods.jigsaw import Jigsaw
 from odcluster.methods.odc import ODC
 from odcluster.methods.rotation import Rotation
-from odcluster.models.backbones import Backbone, create_backbone, freeze_stages
+from odcluster.models.backbones import Backbone, check_takes, create_backbone, freeze_stages
 from odcluster.models.sobel import represent
 from odcluster.models.weights import describe_weights, load_backbone_weights
 from odcluster.recipes import default_recipe
@@ -37,8 +37,8 @@ from odcluster.recipes import recipe as recipe_of
 from odcluster.training import checkpoint
 from odcluster.training.console import Console, duration
 from odcluster.training.devices import StopFlag, choose_device, seed_torch
-from odcluster.training.resolve import describe, resolve, without_effect
-from odcluster.training.run import Run, RunLock, create_run, open_run
+from odcluster.training.resolve import describe, describe_warm_start, resolve, without_effect
+from odcluster.training.run import Run, RunLock, check_free, create_run, open_run
 from odcluster.training.survey import extract, to_network
 from odcluster.training.trainer import Trainer
 
@@ -76,27 +76,37 @@ def start(
 ) -> Path:
     """A new run with this configuration. Nothing is written before everything that can be checked has been."""
     path = Path(out) if out is not None else free_name(data)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(f"{path} exists already: go on with `odcluster resume {path}`, or choose another --out")
+    check_free(path)
     source = open_source(data)
-    if not isinstance(data, np.ndarray):
-        config = dataclasses.replace(config, data=os.path.abspath(os.fspath(data)))
-    device = choose_device(config.device)
-    given = config
-    config, chosen = resolve(config, source, device)
-    for sentence in without_effect(given):
-        console.warn(sentence)
     manifest = source.manifest
-    about = [f"{len(source):,} images ({manifest.kind}) in {manifest.root or 'memory'}", *describe(config, chosen)]
+    if manifest.kind in ("folder", "class tree"):
+        check_free(path, manifest.root)
+    config = with_absolute_paths(config, data)
+    for sentence in without_effect(config):
+        console.warn(sentence)
+    device = choose_device(config.device)
+    config, chosen = resolve(config, source, device)
+    about = [f"{len(source):,} images ({manifest.kind}) in {manifest.root or 'memory'}", *describe(chosen)]
     if config.minutes is not None:
         console.say("\n".join(about))
         about = []
         config = fit_epochs(config, source, device, console)
     method = build_method(config, len(source), device, console)
-    for line in about:
+    for line in [*about, *describe_warm_start(config)]:
         console.say(line)
     run = create_run(path, config, manifest)
-    return execute(run, config, source, method, device, None, console)
+    with RunLock(run):
+        return execute(run, config, source, method, device, None, console)
+
+
+def with_absolute_paths(config: Config, data: str | os.PathLike[str] | np.ndarray) -> Config:
+    """Images and weights as a resume from another folder finds them."""
+    if not isinstance(data, np.ndarray):
+        name = os.path.expanduser(os.fspath(data))
+        config = dataclasses.replace(config, data=os.path.abspath(name) if os.path.exists(name) else name)
+    if config.weights and os.path.exists(name := os.path.expanduser(config.weights)):
+        config = dataclasses.replace(config, weights=os.path.abspath(name))
+    return config
 
 
 def resume(
@@ -105,33 +115,40 @@ def resume(
     data: np.ndarray | None = None,
     workers: int | None = None,
     device: str | None = None,
+    max_refused: float | None = None,
     quiet: bool = False,
 ) -> Path:
     """Go on with an interrupted run, exactly. `data` only for a run that was given an array in memory."""
     console = Console(quiet=quiet)
     run = open_run(Path(run_path))
-    config = run.config()
-    if workers is not None:
-        config = dataclasses.replace(config, workers=workers)
+    given = {"workers": workers, "max_refused": max_refused}
+    config = changed(run.config(), **{name: value for name, value in given.items() if value is not None})
     if data is None and not config.data:
         raise UserError(f"{run.path} was trained on an array in memory: resume it from Python with data=...")
     source = open_source(data if data is not None else config.data)
     if difference := run.manifest().difference(source.manifest):
         raise DataError(f"the images are not those of {run.path}. {difference} Restore them, or start a new run")
     chosen_device = choose_device(device or config.device)
-    found = checkpoint.find(run.checkpoints, console.warn)
-    if found and found.state["config"] != fingerprint(config):
+    with RunLock(run):
+        found = checkpoint.find(run.checkpoints, console.warn)
+        if found:
+            check_unchanged(run, config, found, console)
+            console.say(f"resuming {run.path} at step {found.state['step']}")
+        else:
+            console.say(f"starting {run.path} from the beginning")
+        method = build_method(config, len(source), chosen_device, console, found)
+        return execute(run, config, source, method, chosen_device, found, console)
+
+
+def check_unchanged(run: Run, config: Config, found: checkpoint.Checkpoint, console: Console) -> None:
+    """Refuse a changed configuration; say when another torch may give other bits."""
+    if found.state["config"] != fingerprint(config):
         raise DataError(
             f"{run.config_file} was changed since {found.path.name} was written; restore it, or start a new run"
         )
-    console.say(
-        f"resuming {run.path} at step {found.state['step']}" if found else f"starting {run.path} from the beginning"
-    )
-    method = build_method(config, len(source), chosen_device, console, with_weights=found is None)
-    if found:  # the weights it started from, which are not read again, may have brought their own
-        mean, std = map(tuple, found.state["normalisation"])
-        cast(Backbone, method.backbone).set_normalisation(mean, std)
-    return execute(run, config, source, method, chosen_device, found, console)
+    before = found.state["versions"]["torch"]
+    if before != torch.__version__:
+        console.warn(f"the run was started with torch {before} and goes on with {torch.__version__}: bits may differ")
 
 
 def execute(
@@ -144,10 +161,14 @@ def execute(
     console: Console,
 ) -> Path:
     """Train to the end and write what people take away."""
-    with RunLock(run), StopFlag() as stop, console:
+    with StopFlag() as stop, console:
         console.log_to(run.log_file)
         started = time.monotonic()
-        with build_loader(config, source, method, device, console, stop) as loader:
+        try:
+            loader = build_loader(config, source, method, device, console, stop)
+        except Interrupted as stopped:
+            raise Interrupted(f"stopped before the first step: `odcluster resume {run.path}` starts it") from stopped
+        with loader:
             Trainer(method, loader, source.manifest, config, device, console, stop).run(run, found)
             kept = kept_neighbours(config, method, loader, len(source), device, console) if config.weights else None
         console.say(f"done in {duration(time.monotonic() - started)}: {run.path}", style="bold")
@@ -166,10 +187,20 @@ def execute(
 
 
 def build_method(
-    config: Config, num_samples: int, device: torch.device, console: Console, with_weights: bool = True
+    config: Config,
+    num_samples: int,
+    device: torch.device,
+    console: Console,
+    found: checkpoint.Checkpoint | None = None,
 ) -> Method:
-    """Backbone and method, as the seed has them."""
-    backbone = build_backbone(config, console, with_weights)
+    """Backbone and method, as the seed has them, or ready to take the state of a checkpoint."""
+    if found is None:
+        backbone = build_backbone(config, console)
+    else:  # the weights it started from may be gone; what they decided is in the state
+        backbone = new_backbone(config, found.state["stem"])
+        mean, std = map(tuple, found.state["normalisation"])
+        backbone.set_normalisation(mean, std)
+        freeze_stages(backbone, config.fine_tuning.freeze_stages)
     method = METHODS[config.method](backbone, num_samples, config)
     if config.running.compile:
         backbone.compile()
@@ -180,24 +211,27 @@ def build_method(
     return cast(Method, method.to(device))
 
 
-def build_backbone(config: Config, console: Console, with_weights: bool = True) -> Backbone:
+def build_backbone(config: Config, console: Console) -> Backbone:
     """A backbone with random weights, or with those the configuration names."""
+    backbone = new_backbone(config, stem_of(config.weights))
+    if backbone.stem == "small":
+        console.say(f"  {'stem':14} small  (3x3, stride 1, no pooling: the images are {config.image_size} px)")
+    if config.weights:
+        report = load_backbone_weights(backbone, config.weights, min_matched=config.fine_tuning.min_matched)
+        console.say(report.text())
+    freeze_stages(backbone, config.fine_tuning.freeze_stages)
+    return backbone
+
+
+def new_backbone(config: Config, stem: Literal["auto", "standard", "small"]) -> Backbone:
+    """The backbone with the random weights of the seed; it must take training crops as well as whole images."""
     assert config.backbone is not None
     assert config.image_size is not None
     seed_torch(config.seed, Purpose.WEIGHTS)
-    backbone = create_backbone(
-        config.backbone,
-        image_size=config.image_size,
-        in_channels=2 if config.method == "deepcluster" and config.deepcluster.sobel else 3,
-        stem=stem_of(config.weights),
-    )
-    if backbone.stem == "small":
-        console.say(f"  {'stem':14} small  (3x3, stride 1, no pooling: the images are {config.image_size} px)")
-    if config.weights and with_weights:
-        report = load_backbone_weights(backbone, config.weights, min_matched=config.fine_tuning.min_matched)
-        console.say(report.text())
-    if config.fine_tuning.freeze_stages:
-        freeze_stages(backbone, config.fine_tuning.freeze_stages)
+    in_channels = 2 if config.method == "deepcluster" and config.deepcluster.sobel else 3
+    backbone = create_backbone(config.backbone, image_size=config.image_size, in_channels=in_channels, stem=stem)
+    if (crop := config.augmentation.crop_size) not in (None, config.image_size) and config.method != "jigsaw":
+        check_takes(backbone, crop)
     return backbone
 
 
@@ -266,8 +300,11 @@ def fit_epochs(config: Config, source: Source, device: torch.device, console: Co
     assert config.batch_size is not None
     trial = dataclasses.replace(config, minutes=None, epochs=2)
     method = build_method(trial, len(source), device, Console(quiet=True))
-    with StopFlag() as stop, build_loader(trial, source, method, device, console, stop) as loader:
-        per_step, per_image = measure(trial, method, loader, len(source), device, stop)
+    try:
+        with StopFlag() as stop, build_loader(trial, source, method, device, console, stop) as loader:
+            per_step, per_image = measure(trial, method, loader, len(source), device, stop)
+    except Interrupted as stopped:
+        raise KeyboardInterrupt from stopped  # nothing has been written yet
     steps = num_steps(len(source), config.batch_size)
     survey = per_image * len(source)
     if config.method == "deepcluster":  # looks at all images, and clusters them, before every epoch
@@ -289,13 +326,14 @@ def measure(
     module = cast(nn.Module, method)
     mean, std = loader.normalisation_on(device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    last = (config.epochs or 1) - 1  # past a warm start: what most steps will be like
     order = np.arange(num_samples, dtype=np.int64)
     batches = [np.resize(np.roll(order, -at * 7), config.batch_size or 1) for at in range(60)]
     times = []
     began = time.monotonic()
     for raw in loader.training(0, batches):
         stop.poll()
-        loss = module(Batch(raw.ids.to(device), to_network(raw.images, mean, std), epoch=0, step=0)).loss
+        loss = module(Batch(raw.ids.to(device), to_network(raw.images, mean, std), epoch=last, step=0)).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

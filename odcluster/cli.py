@@ -53,6 +53,11 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if debug:
             raise
         fail("stopped at once; what was saved before is intact", 130)
+    except OSError as error:  # a full disk, lost permissions: nothing that a traceback would explain better
+        if debug:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        fail(f"{error.strerror or error}{where}; free some space or check the permissions, then resume", 3)
     sys.exit(0)
 
 
@@ -93,7 +98,8 @@ def demo_verb(given: list[str]) -> None:
     from odcluster.recipes import recipe
 
     data = {"data": optional("DATA", "labelled images to use instead of the digits; `cifar10` finds your copy", None)}
-    default = recipe("odc_small" if "--data" in given else "odc_digits")
+    usual = "odc_digits" if given_value("data", given) is None else chosen_recipe(given)
+    default = recipe(given_value("recipe", given) or usual)
     values = parse_options("demo", demo_verb, given, default, data)
     given_values = {name: value for name, value in values.items() if name not in ("data", "out")}
     from odcluster.demo import demo
@@ -107,11 +113,12 @@ def resume_verb(given: list[str]) -> None:
         "run": required("RUN", "The run directory."),
         "workers": optional("INT", doc("workers"), None, int),
         "device": optional("STR", doc("device"), None),
+        "max_refused": optional("FLOAT", doc("max_refused", GROUPS["running"]), None, float),
     }
     values = parse("resume", resume_verb, given, extra)
     from odcluster import api
 
-    api.resume(values["run"], workers=values["workers"], device=values["device"])
+    api.resume(values.pop("run"), **values)
 
 
 def info_verb(given: list[str]) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import typing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -130,7 +131,9 @@ class Optimiser:
     """SGD, its schedule, and how the images of a step are drawn."""
 
     sgd_momentum: float = 0.9
-    """Momentum of SGD (the linear classifier has none, as in the authors' code)."""
+    """Momentum of SGD."""
+    classifier_momentum: float = 0.0
+    """Momentum of the linear classifier: none in the authors' code."""
     weight_decay: float = 1e-5
     """Weight decay."""
     schedule: Literal["step", "cosine", "constant"] = "step"
@@ -143,7 +146,7 @@ class Optimiser:
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """How the run behaves on this machine; none of it changes what is learned."""
+    """How the run behaves on this machine; only the precision changes numbers."""
 
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 autocast where the device computes it natively."""
@@ -229,7 +232,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "clusters": (1, math.inf),
     "epochs": (1, 1_000_000),
     "max_steps": (1, math.inf),
-    "minutes": (LEAST, math.inf),
+    "minutes": (LEAST, 1e6),
     "batch_size": (2, math.inf),
     "image_size": (8, 4096),
     "lr": (LEAST, 1e6),
@@ -263,10 +266,11 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "layer_decay": (LEAST, 1),
     "min_matched": (0, 1),
     "sgd_momentum": (0, 0.9999),
+    "classifier_momentum": (0, 0.9999),
     "weight_decay": (0, 1),
     "warmup_epochs": (0, math.inf),
-    "cache_gb": (0, math.inf),
-    "checkpoint_minutes": (0, math.inf),
+    "cache_gb": (0, 1e6),
+    "checkpoint_minutes": (0, 1e6),
     "keep_checkpoints": (2, math.inf),
     "log_interval": (1, math.inf),
     "max_refused": (0, 1),
@@ -282,16 +286,28 @@ def _range(low: float, high: float) -> str:
 
 def changed(config: Config, **values: Any) -> Config:
     """A copy with some options changed; options of a group are given by their own name (they are all distinct)."""
-    groups = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name in GROUPS}
-    top = {name: value for name, value in values.items() if name in {f.name for f in dataclasses.fields(config)}}
+    top: dict[str, Any] = {}
+    groups = {name: getattr(config, name) for name in GROUPS}
     for name, value in values.items():
-        if name in top:
-            continue
-        owner = next((g for g, cls in GROUPS.items() if name in {f.name for f in dataclasses.fields(cls)}), None)
-        if owner is None:
+        owner = next((g for g, cls in GROUPS.items() if name in typing.get_type_hints(cls)), None)
+        kinds = typing.get_type_hints(Config if owner is None else GROUPS[owner])
+        if name in GROUPS or name not in kinds:
             raise UserError(f"there is no option {name!r}{did_you_mean(name)}")
-        groups[owner] = dataclasses.replace(groups[owner], **{name: value})
-    return dataclasses.replace(config, **{**groups, **top})
+        value = _checked(_plain(value), kinds[name], f"the option {name}")
+        if owner is None:
+            top[name] = value
+        else:
+            groups[owner] = dataclasses.replace(groups[owner], **{name: value})
+    return dataclasses.replace(config, **groups, **top)
+
+
+def _plain(value: Any) -> Any:
+    """numpy numbers as Python's, paths as text, tuples as lists: what a JSON file could hold."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, tuple | list):
+        return [_plain(part) for part in value]
+    return value.item() if hasattr(value, "item") else value
 
 
 GROUPS: dict[str, Any] = {
@@ -327,7 +343,8 @@ def to_json(config: Config) -> str:
 
 def fingerprint(config: Config) -> str:
     """Hash of everything that decides what is learned: where the images lie and how the machine is used do not."""
-    decisive = dataclasses.replace(config, data="", workers=None, device="", running=Running())
+    running = Running(precision=config.running.precision)
+    decisive = dataclasses.replace(config, data="", weights=None, workers=None, device="", running=running)
     return hashlib.sha256(to_json(decisive).encode()).hexdigest()
 
 

@@ -9,7 +9,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from sklearn.cluster import KMeans
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from odcluster import api
@@ -47,32 +46,21 @@ def demo(
 ) -> Path:
     """Train on the digits, or on labelled `data`, and compare features before and after with the known labels."""
     console = Console()
-    config = changed(config or recipe("odc_small" if data else "odc_digits"), **options)
-    if data is None:
-        images, truth = digits()
-        console.say(f"{len(images):,} handwritten digits of 8 x 8 pixels; their labels are used for the verdict only")
-        given: Any = images
-    else:
-        given = find_data(data)
-        labels = open_source(given).manifest.labels
-        if labels is None:
-            raise DataError(
-                f"{given} has no labels to judge by: use `odcluster train {given}`, or give a folder per class"
-            )
-        truth = labels
-    run_path = api.start(config, given, out if out is not None or data else api.numbered("runs/demo"), console)
+    given = find_data(data) if data is not None else "digits"
+    config = changed(config or recipe("odc_small" if data is not None else "odc_digits"), **options)
+    truth = open_source(given).manifest.labels
+    if truth is None:
+        raise DataError(f"{given} has no labels to judge by: use `odcluster train {given}`, or give a folder per class")
+    console.say("labels are used for the verdict only")
+    place = api.numbered("runs/demo") if out is None and data is None else out
+    run_path = api.start(config, given, place, console)
     before, after = judge(run_path, open_source(given), truth, console)
     console.say("judged by the labels, which training never saw (before: the untrained network)", style="bold")
     for name in before:
         console.say(f"  {name:42} {before[name]:.3f} -> {after[name]:.3f}")
-    console.say(f"look at {run_path / 'clusters.png'}")
+    if (run_path / "clusters.png").exists():
+        console.say(f"look at {run_path / 'clusters.png'}")
     return run_path
-
-
-def digits() -> tuple[np.ndarray, np.ndarray]:
-    """1,797 digits as uint8 images [N, 8, 8], and which digit each one is."""
-    loaded = load_digits()
-    return np.rint(loaded.images * (255 / 16)).astype(np.uint8), loaded.target.astype(np.int64)
 
 
 def find_data(data: str | os.PathLike[str]) -> str:

@@ -197,7 +197,7 @@ def deepcluster_small() -> Config:
         lr=0.05,
         dim=128,
         augmentation=dataclasses.replace(small.augmentation, num_views=1),
-        optimiser=small.optimiser,
+        optimiser=dataclasses.replace(small.optimiser, classifier_momentum=0.9),  # it has one epoch to learn
     )
 
 
@@ -239,7 +239,7 @@ def finetune_deepcluster() -> Config:
     Expected: see docs/results.md.
     """
     return dataclasses.replace(
-        deepcluster_small(), recipe="finetune_deepcluster", lr=0.01, deepcluster=DeepClusterOptions(sobel=False)
+        deepcluster_small(), recipe="finetune_deepcluster", lr=0.02, deepcluster=DeepClusterOptions(sobel=False)
     )
 
 

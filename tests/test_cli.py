@@ -62,7 +62,7 @@ def test_an_existing_run_is_not_overwritten(capsys, image_folder, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "precious.txt").write_text("mine")
     said = refused(capsys, 2, "train", str(image_folder), "--out", str(tmp_path / "run"))
-    assert "odcluster resume" in said
+    assert "not empty" in said
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["precious.txt"]
 
 
@@ -96,6 +96,45 @@ def test_mistakes_get_one_sentence_and_write_nothing(code, words, says, capsys, 
     out = ["--out", str(tmp_path / "run")] if words[0] == "train" else []
     assert says in refused(capsys, code, *filled, *out)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_among_the_images_is_refused(capsys, tmp_path, monkeypatch):
+    folder = make_images(tmp_path / "photos", 60)
+    monkeypatch.chdir(folder)
+    assert "among the images" in refused(capsys, 2, "train", ".")
+    assert "among the images" in refused(capsys, 2, "train", str(folder), "--out", str(folder / "deep" / "run"))
+    assert len(list(folder.iterdir())) == 60
+
+
+def test_transformers_are_given_sizes_they_take(capsys, image_folder, tmp_path):
+    options = [o for o in OPTIONS if not o.startswith(("--backbone", "--image-size", "--crop-size"))]
+    words = ["--backbone", "vit_tiny_patch16_224", "--max-steps", "2", "--out", str(tmp_path / "run")]
+    code, _, errors = run(capsys, "train", str(image_folder), *words, *options)
+    assert code == 0, errors
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["image_size"] == config["augmentation"]["crop_size"] == 16
+    words = ["--backbone", "vit_tiny_patch16_224", "--image-size", "32", "--crop-size", "24"]
+    assert "--crop-size 32" in refused(capsys, 2, "train", str(image_folder), *words, "--out", str(tmp_path / "other"))
+
+
+def test_an_interrupted_demo_can_be_resumed(capsys, tmp_path):
+    words = ["--epochs", "2", "--max-steps", "4", "--out", str(tmp_path / "run")]
+    code, _, errors = run(capsys, "demo", *words)
+    assert code == 0, errors
+    assert errors.count("->") == 2
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["data"] == "digits"
+    assert run(capsys, "resume", str(tmp_path / "run"))[0] == 0
+
+
+def test_too_many_bad_images_can_be_allowed_on_resume(capsys, tmp_path):
+    folder = make_images(tmp_path / "images", 80)
+    for i in (3, 50):
+        (folder / f"image{i:04d}.png").write_bytes(b"")
+    words = ["train", str(folder), "--out", str(tmp_path / "run"), *OPTIONS]
+    code, _, errors = run(capsys, *words)
+    assert code == 3
+    assert "--max-refused" in errors
+    assert run(capsys, "resume", str(tmp_path / "run"), "--max-refused", "0.1")[0] == 0
 
 
 def test_an_unknown_option_suggests_the_nearest(capsys, image_folder):

@@ -9,6 +9,7 @@ left to `images.py`, reading each storage to `readers.py`.
 from __future__ import annotations
 
 import csv
+import dataclasses
 import difflib
 import hashlib
 import os
@@ -213,6 +214,8 @@ def open_source(data: str | os.PathLike[str] | np.ndarray, split: str | None = N
     if os.path.isdir(path):
         return _open_folder(path, split)
     if not os.path.exists(path):
+        if given == "digits":
+            return _open_digits()
         raise DataError(_no_such_path(path))
     if not os.path.isfile(path):
         raise DataError(f"{shown(path)} is neither a file nor a folder; give one of them.")
@@ -302,6 +305,22 @@ def _open_array(array: np.ndarray) -> Source:
     sizes = np.full(len(array), array[0].nbytes, dtype=np.int64)
     manifest = Manifest("arrays", "", _numbered("array", len(array)), sizes, content=content)
     return ArraySource(manifest, partial(np.asarray, array), first)
+
+
+def _open_digits() -> Source:
+    """The 1,797 handwritten digits of 8 x 8 pixels that scikit-learn ships, by the name `digits`."""
+    from sklearn.datasets import load_digits
+
+    loaded = load_digits()
+    source = _open_array(np.rint(loaded.images * (255 / 16)).astype(np.uint8))
+    manifest = dataclasses.replace(
+        source.manifest,
+        paths=_numbered("digits", len(source)),
+        labels=loaded.target.astype(np.int64),
+        class_names=[str(digit) for digit in range(10)],
+    )
+    source.manifest = manifest
+    return source
 
 
 def _arrays(

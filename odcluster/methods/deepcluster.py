@@ -96,6 +96,9 @@ class DeepCluster(nn.Module):
         labels = self.samples.labels.cpu().numpy()
         return uniform_over_clusters(self.config.seed, epoch, labels, len(labels))
 
+    def renewed(self) -> list[nn.Parameter]:
+        return list(self.classifier.parameters())
+
     def features(self, images: Tensor) -> Tensor:
         """Pooled features of the backbone behind the Sobel filter: what is clustered and classified."""
         return self.backbone(self.sobel(images))

@@ -6,7 +6,7 @@ checkpoint holds it all. The trainer owns time, optimiser, signals and disk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,6 +69,9 @@ class Method(Protocol):
 
     def epoch_order(self, epoch: int) -> NDArray[np.int64] | None:
         """The ids of an epoch in order, where the method has its own way to draw them; None: the trainer's."""
+
+    def renewed(self) -> Iterable[nn.Parameter]:
+        """Parameters that begin_epoch starts afresh: the optimiser forgets what it knew of them."""
 
     def forward(self, batch: Batch) -> Outcome: ...
 

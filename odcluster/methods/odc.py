@@ -93,6 +93,9 @@ class ODC(nn.Module):
     def epoch_order(self, epoch: int) -> None:
         return None
 
+    def renewed(self) -> list[nn.Parameter]:
+        return []
+
     def embed(self, images: Tensor) -> Tensor:
         """F = neck(backbone(x)), the feature that is clustered."""
         return self.neck(self.backbone(images))

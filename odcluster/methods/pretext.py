@@ -30,6 +30,9 @@ class Pretext(nn.Module):
     def epoch_order(self, epoch: int) -> None:
         return None
 
+    def renewed(self) -> list[nn.Parameter]:
+        return []
+
     def after_step(self, batch: Batch, outcome: Outcome) -> Mapping[str, Tensor | float]:
         return {"accuracy": self.accuracy}
 

@@ -8,6 +8,7 @@ plain timm. Weights start random and nothing is downloaded: existing weights are
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable
 from typing import Any, Literal, cast
 
@@ -150,7 +151,9 @@ def create_backbone(
         network, mean, std = build()
         is_resnet = isinstance(network, timm.models.ResNet)
         if stem == "small" and not is_resnet:
-            raise UserError(f"Only ResNets have a small-image stem; leave --stem out for the backbone {name}.")
+            raise UserError(
+                f"Only ResNets have a small-image stem, which these weights have; {name} cannot start from them."
+            )
         small = is_resnet and (stem == "small" or (stem == "auto" and image_size <= SMALL_IMAGE))
         if small:
             _shrink_stem(network, in_channels)
@@ -309,8 +312,34 @@ def stage_of_parameter(backbone: Backbone) -> dict[str, int]:
     return stage_of
 
 
+def check_takes(backbone: Backbone, image_size: int) -> None:
+    """Refuse a size of training crops that this backbone cannot take."""
+    training = backbone.training
+    try:
+        with torch.no_grad():
+            backbone.eval()(backbone.blank_image(image_size))
+    except Exception as error:  # hundreds of networks, each with its own way to fail
+        raise UserError(
+            f"{backbone.name}, built for {backbone.image_size} px, cannot take training crops of {image_size} px; "
+            f"use --crop-size {backbone.image_size}"
+        ) from error
+    finally:
+        backbone.train(training)
+
+
+def fixed_size_step(name: str) -> int | None:
+    """The patch size of a transformer, which is built for one image size; None for networks that take any."""
+    settings = None if name in OWN_NETWORKS else timm.get_pretrained_cfg(name)
+    if settings is None or not settings.fixed_input_size:
+        return None
+    patch = re.search(r"patch(\d+)", name)
+    return int(patch[1]) if patch else 32
+
+
 def freeze_stages(backbone: Backbone, num_stages: int) -> None:
     """Freeze the first `num_stages` stages: no gradient, and evaluation mode even while the rest trains."""
+    if num_stages == 0:
+        return
     if not 0 <= num_stages <= len(backbone.stage_names):
         raise UserError(
             f"{num_stages} stages cannot be frozen: {backbone.name} has {len(backbone.stage_names)}, "

@@ -26,6 +26,10 @@ from odcluster.errors import DataError
 FORMAT = 1
 
 
+class OtherFormat(DataError):
+    """Written by another version: not damaged, so nothing may be trained over it."""
+
+
 class NotSaved(Exception):
     """A checkpoint could not be written; the message says why. Earlier ones are intact."""
 
@@ -46,6 +50,8 @@ def reached(point: str) -> None:
 def save(directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
     """Write one checkpoint; raises NotSaved (disk full, no permission) with everything older left untouched."""
     final = directory / f"step-{step:08d}"
+    if is_valid(final):  # the same step of the same run has the same state
+        return final
     prepared = directory / f".tmp-{step:08d}-{os.getpid()}"
     try:
         reached("before mkdir")
@@ -62,14 +68,11 @@ def save(directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]]
             files[path.name] = {"size": path.stat().st_size, "sha256": file_hash(path)}
             reached(f"after {name}")
         reached("before state.json")
-        write_flushed(
-            prepared / "state.json",
-            json.dumps({"format": FORMAT, **state, "step": step, "files": files}, indent=1),
-        )
+        content = {"format": FORMAT, **state, "step": step, "files": files}
+        write_flushed(prepared / "state.json", json.dumps({**content, "sha256": content_hash(content)}, indent=1))
         flush(prepared)
         reached("before rename")
-        if final.exists():  # an earlier, invalid or identical attempt at the same step
-            shutil.rmtree(final)
+        shutil.rmtree(final, ignore_errors=True)  # an invalid one of the same step
         os.rename(prepared, final)
         flush(directory)
         reached("after rename")
@@ -82,19 +85,44 @@ def save(directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]]
 
 
 def find(directory: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest valid checkpoint, loaded; each newer invalid one is named to `warn` with what is wrong with it."""
+    """The newest valid checkpoint, loaded; each newer invalid one is named to `warn`. None: nothing was saved yet."""
+    reasons = []
     for path in candidates(directory):
         try:
-            return load(path)
+            found = load(path)
+        except OtherFormat:
+            raise
         except DataError as error:
-            warn(f"{error}; going back to the checkpoint before it")
+            reasons.append(str(error))
+            continue
+        for damage in reasons:
+            warn(f"{damage}; going back to the checkpoint before it")
+        return found
+    if reasons:
+        raise DataError(
+            f"no checkpoint in {directory} is valid ({reasons[0]}); restore one, or remove the folder to start again"
+        )
     return None
 
 
+def is_valid(path: Path) -> bool:
+    """Whether a complete, undamaged checkpoint lies there."""
+    try:
+        verify(path)
+    except DataError:
+        return False
+    return True
+
+
 def load(path: Path) -> Checkpoint:
-    """Read and verify one checkpoint: sizes and hashes must be what state.json says."""
+    """Read one checkpoint after verifying it."""
+    state = verify(path)
+    return Checkpoint(path, state, {Path(name).stem: load_file(path / name) for name in state["files"]})
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """The state of a checkpoint whose files all have the size and hash that it says; DataError names what is wrong."""
     state = read_state(path)
-    tensors = {}
     for name, expected in state["files"].items():
         file = path / name
         if not file.is_file():
@@ -103,25 +131,30 @@ def load(path: Path) -> Checkpoint:
             raise DataError(f"{file} has {file.stat().st_size} bytes instead of {expected['size']}")
         if file_hash(file) != expected["sha256"]:
             raise DataError(f"{file} is damaged (its sha256 differs)")
-        tensors[file.stem] = load_file(file)
-    return Checkpoint(path, state, tensors)
+    return state
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The state.json of a checkpoint, checked for form."""
+    """The state.json of a checkpoint, undamaged and of this format."""
     file = path / "state.json"
     try:
         state = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read ({reason(error)})") from error
-    if not isinstance(state, dict) or not isinstance(state.get("files"), dict):
-        raise DataError(f"{file} is not a checkpoint's state")
-    if state.get("format") != FORMAT:
-        raise DataError(
-            f"{path} has format {state.get('format')} and this version reads format {FORMAT}; "
-            "use the version of odcluster that wrote it"
-        )
+        if not isinstance(state, dict):
+            raise ValueError("not an object")
+        if state.get("format") != FORMAT:
+            raise OtherFormat(
+                f"{path} has format {state.get('format')} and this version reads format {FORMAT}; "
+                "use the version of odcluster that wrote it"
+            )
+        if state.pop("sha256") != content_hash(state) or path.name != f"step-{state['step']:08d}":
+            raise ValueError("its content was changed")
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"{file} is damaged ({reason(error)})") from error
     return state
+
+
+def content_hash(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def candidates(directory: Path) -> list[Path]:

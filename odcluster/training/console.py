@@ -91,8 +91,12 @@ class Console:
 
     def _append(self, line: str) -> None:
         assert self._log_path is not None
-        with open(self._log_path, "a", errors="surrogateescape") as file:
-            file.write(line)
+        try:
+            with open(self._log_path, "a", errors="surrogateescape") as file:
+                file.write(line)
+        except OSError as error:  # the words were shown; a full disk is told once
+            path, self._log_path = self._log_path, None
+            self.say(f"warning: {path} cannot be written ({error.strerror}); going on without it", style="yellow")
 
     def __enter__(self) -> Console:
         return self

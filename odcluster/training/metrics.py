@@ -45,18 +45,22 @@ class MetricsFile:
     """Append-only; on resume cut back to the size it had at the checkpoint, so that no step stands twice."""
 
     def __init__(self, path: Path, size: int) -> None:
-        self._file = open(path, "ab")  # noqa: SIM115 (closed by close)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         if self._file.tell() > size:
             os.truncate(path, size)
             self._file.seek(0, os.SEEK_END)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        self._file.write((json.dumps(line) + "\n").encode())
-        self._file.flush()
+        """Append one line; on a full disk nothing of it stays behind, and OSError is raised."""
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            self._file.write((json.dumps(line) + "\n").encode())
+        except OSError:
+            os.ftruncate(self._file.fileno(), before)
+            raise
 
     def size(self) -> int:
         """Bytes so far, safely on disk."""
-        self._file.flush()
         os.fsync(self._file.fileno())
         return self._file.tell()
 

@@ -13,8 +13,9 @@ from odcluster.clustering.balance import check_room
 from odcluster.config import Config, changed
 from odcluster.data.order import num_steps
 from odcluster.data.sources import Source
-from odcluster.errors import DataError, ImageRefused
+from odcluster.errors import DataError, ImageRefused, UserError
 from odcluster.methods.odc import warm_epochs
+from odcluster.models.backbones import fixed_size_step
 from odcluster.models.weights import describe_weights
 from odcluster.recipes import recipe
 from odcluster.training.devices import has_bfloat16
@@ -35,23 +36,33 @@ def resolve(config: Config, source: Source, device: torch.device) -> tuple[Confi
         chosen.append((option, value, reason))
 
     count = len(source)
-    if config.image_size is None:
-        choose("image_size", *choose_image_size(source, device))
-    assert config.image_size is not None
-    size = config.image_size
-    if config.augmentation.crop_size is None:
-        whole = config.method in ("jigsaw", "colorization")  # they have no pixels to spare
-        if not whole and recipe(config.recipe).image_size is None:
-            grid = 4 if size <= SMALL_IMAGE else 32
-            choose("crop_size", max(16, size * 3 // 4 // grid * grid), "training on smaller crops is faster")
-        else:
-            config = changed(config, crop_size=size)
+    if count < 2:
+        raise UserError("there is only one image; at least two are needed to learn from")
     if config.backbone is None and config.weights and (described := describe_weights(config.weights)):
         choose("backbone", described["architecture"], "that of the weights")
+    step = fixed_size_step(config.backbone) if config.backbone is not None else None
+    if config.image_size is None:
+        chosen_size, reason = choose_image_size(source, device)
+        if step is not None:
+            chosen_size, reason = (
+                max(step, chosen_size // step * step),
+                f"{reason}; a multiple of {step} for {config.backbone}",
+            )
+        choose("image_size", chosen_size, reason)
+    assert config.image_size is not None
+    size = config.image_size
     if config.backbone is None:
         small = size <= SMALL_IMAGE
         reason = f"images of {size} px" + ("" if small else f" on {device.type}")
         choose("backbone", "smallconv" if small else "resnet50" if device.type == "cuda" else "resnet18", reason)
+    if config.augmentation.crop_size is None:
+        whole = step is not None or config.method in ("jigsaw", "colorization")  # no pixels to spare
+        grid = 4 if size <= SMALL_IMAGE else 32
+        crop = size if whole or recipe(config.recipe).image_size is not None else max(16, size * 3 // 4 // grid * grid)
+        if crop < size:
+            choose("crop_size", crop, "training on smaller crops is faster")
+        else:
+            config = changed(config, crop_size=size)
     if config.method in ("odc", "deepcluster") and config.clusters is None:
         choose("clusters", *choose_clusters(config, count))
     if config.method == "odc":
@@ -161,6 +172,19 @@ def without_effect(config: Config) -> list[str]:
         for name, methods in EFFECTIVE.items()
         if config.method not in methods and given[name] != usual[name]
     ]
+    idle = {
+        "temperature": config.head.classifier == "linear",
+        "classifier_momentum": config.method == "odc" and config.head.classifier == "prototypes",
+        "warm_lr": config.warm_start.warm_share == 0,
+        "warm_weight_decay": config.warm_start.warm_share == 0,
+        "sampling": config.method == "deepcluster" and config.deepcluster.balance == "sampling",
+        **dict.fromkeys(("brightness", "contrast", "saturation", "hue"), config.augmentation.jitter == 0),
+    }
+    sentences += [
+        f"--{name.replace('_', '-')} has no effect with the other options of this run"
+        for name, is_idle in idle.items()
+        if is_idle and given[name] != usual[name] and config.method in EFFECTIVE.get(name, (config.method,))
+    ]
     if config.weights is None and config.fine_tuning != recipe(config.recipe).fine_tuning:
         sentences.append("--freeze-stages, --layer-decay and --min-matched are for fine-tuning: give --weights too")
     return sentences
@@ -174,11 +198,13 @@ def flat(config: Config) -> dict[str, Any]:
     return values
 
 
-def describe(config: Config, chosen: list[tuple[str, Any, str]]) -> list[str]:
+def describe(chosen: list[tuple[str, Any, str]]) -> list[str]:
     """Lines for people: what was chosen and why."""
-    lines = [f"  {option.replace('_', ' '):14} {value}  ({reason})" for option, value, reason in chosen]
-    if config.method == "odc" and config.epochs is not None and (warm := warm_epochs(config)):
-        lines.append(
-            f"  {'warm start':14} {warm} of {config.epochs} epochs of rotation prediction before the first clusters"
-        )
-    return lines
+    return [f"  {option.replace('_', ' '):14} {value}  ({reason})" for option, value, reason in chosen]
+
+
+def describe_warm_start(config: Config) -> list[str]:
+    """A line about the rotation epochs, if there are any."""
+    if config.method != "odc" or not (warm := warm_epochs(config)):
+        return []
+    return [f"  {'warm start':14} {warm} of {config.epochs} epochs of rotation prediction before the first clusters"]

@@ -11,6 +11,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -40,8 +41,8 @@ class Run:
     def config(self) -> Config:
         try:
             return from_json(self.config_file.read_text())
-        except UserError as error:
-            raise DataError(f"{self.path}: {error}") from error
+        except (UserError, OSError, ValueError) as error:
+            raise DataError(f"{self.path} cannot be used: {error}") from error
 
     def manifest(self) -> Manifest:
         return Manifest.read(self.manifest_file)
@@ -55,19 +56,33 @@ class Run:
         write_atomically(self.refused_file, text.getvalue())
 
 
+def check_free(path: Path, data_root: str = "") -> None:
+    """Refuse a place for a run that is taken, or that lies among the images (it would be taken for more images)."""
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path} is a file; choose another --out")
+    if path.is_dir() and any(path.iterdir()):
+        if (path / "config.json").exists():
+            raise UserError(f"{path} is a run already: go on with `odcluster resume {path}`, or choose another --out")
+        raise UserError(f"{path} exists and is not empty; choose another --out")
+    root = os.path.realpath(data_root)
+    if data_root and os.path.commonpath([root, os.path.realpath(path)]) == root:
+        raise UserError(f"the run directory {path} would lie among the images in {data_root}; choose another --out")
+
+
 def create_run(path: Path, config: Config, manifest: Manifest) -> Run:
     """A new run directory, complete from its first instant: it is prepared beside its place and renamed."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        what = "is a run already" if (path / "config.json").exists() else "exists and is not empty"
-        raise UserError(f"{path} {what}: go on with `odcluster resume {path}`, or choose another --out")
+    text = to_json(config)
+    prepared: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         prepared = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
         prepared.chmod(0o755)
         manifest.write(prepared / "manifest.csv")
-        write_flushed(prepared / "config.json", to_json(config))
+        write_flushed(prepared / "config.json", text)
         os.replace(prepared, path)
     except OSError as error:
+        if prepared is not None:
+            shutil.rmtree(prepared, ignore_errors=True)
         raise UserError(f"the run directory {path} cannot be made ({error.strerror}); choose another --out") from error
     return Run(path)
 

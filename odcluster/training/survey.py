@@ -82,8 +82,12 @@ class DataSurvey:
 
     @torch.no_grad()
     def calibrate(self, network: nn.Module, num_batches: int) -> None:
-        """Statistics of batch norm as the plain average over training batches; put back if interrupted."""
-        norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        """Statistics of batch norm as the plain average over training batches; put back if interrupted.
+
+        Frozen stages, which stay in evaluation mode, keep theirs.
+        """
+        network.train()
+        norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         if not norms or num_batches == 0:
             return
         trainer = self._trainer
@@ -100,7 +104,6 @@ class DataSurvey:
             for norm in norms:
                 norm.reset_running_stats()
                 norm.momentum = None  # a cumulative average
-            network.train()
             for done, raw in enumerate(trainer.loader.training(self._epoch, batches)):
                 trainer._refuse(raw.refused)
                 if len(raw.ids) > 1:

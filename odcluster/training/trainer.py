@@ -107,6 +107,7 @@ class Trainer:
             "metrics_size": self.metrics.size(),
             "manifest": self.manifest.fingerprint(),
             "normalisation": [backbone.mean, backbone.std],
+            "stem": backbone.stem,
             "config": fingerprint(self.config),
             "versions": {"torch": torch.__version__},
         }
@@ -188,7 +189,9 @@ class Trainer:
         event = self.method.begin_epoch(epoch, DataSurvey(self, epoch))
         self.interval_start += time.monotonic() - began  # not a part of the training speed
         if event:
-            self.metrics.write({"step": self.step, "epoch": epoch, "event": "clusters", **event})
+            self._write({"step": self.step, "epoch": epoch, "event": "clusters", **event})
+        for parameter in self.method.renewed():
+            self.optimizer.state.pop(parameter, None)
         self.begun = True
 
     def _train_step(self, raw: RawBatch, epoch: int) -> None:
@@ -277,7 +280,7 @@ class Trainer:
             "lr": self.schedule.lr(self.step - 1),
         }
         line |= {**means, **self.method.health(), "timing": timing}
-        self.metrics.write(line)
+        self._write(line)
         self.interval_start, self.images, self.waited = now, 0.0, 0.0
         detail = health.progress_line(line, epochs=self.config.epochs or 0)
         self.console.progress(f"training ({phase.name})", self.step, self.schedule.total_steps, detail)
@@ -286,15 +289,23 @@ class Trainer:
                 self.warned.add(kind)
                 self.console.warn(sentence)
 
+    def _write(self, line: dict[str, Any]) -> None:
+        """A line of metrics.jsonl; a full disk costs the line, not the run."""
+        try:
+            self.metrics.write(line)
+        except OSError as error:
+            self.console.warn(f"a line of {self.run_directory.metrics_file} could not be written ({error.strerror})")
+
     def _new_optimizer(self, phase: Phase) -> torch.optim.SGD:
-        """SGD. The linear classifier has no momentum, as in the authors' code; layer decay slows early stages down."""
+        """SGD, with a momentum of its own for the classifier; layer decay slows early stages down."""
         scales: dict[str, float] = {}
         if self.config.fine_tuning.layer_decay != 1:
             found = layer_lr_scales(cast(Backbone, self.method.backbone), self.config.fine_tuning.layer_decay)
             scales = {f"backbone.{name}": scale for name, scale in found.items()}
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
         for name, parameter in self.module.named_parameters():
-            momentum = 0.0 if name.startswith("classifier.") else self.config.optimiser.sgd_momentum
+            optimiser = self.config.optimiser
+            momentum = optimiser.classifier_momentum if name.startswith("classifier.") else optimiser.sgd_momentum
             groups.setdefault((momentum, scales.get(name, 1.0)), []).append(parameter)
         described = [
             {"params": parameters, "momentum": momentum, "scale": scale}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -87,6 +89,27 @@ def test_the_fingerprint_covers_what_is_learned_and_nothing_else():
         assert fingerprint(same) == fingerprint(config)
     for other in (changed(config, seed=1), changed(config, lr=0.1), changed(config, hue=0.3)):
         assert fingerprint(other) != fingerprint(config)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("clusters", "6"),
+        ("clusters", 6.5),
+        ("crop_scale", 0.5),
+        ("classifier", "foo"),
+        ("head", {}),
+        ("precision", "fp16"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_by_name(option, value):
+    with pytest.raises(UserError, match=option):
+        changed(odc_small(), **{option: value})
+
+
+def test_numpy_numbers_and_paths_are_fine():
+    config = changed(odc_small(), clusters=np.int64(6), lr=np.float64(0.1), weights=Path("x.pth"), crop_scale=[0.2, 1])
+    assert from_json(to_json(config)) == config
 
 
 def test_an_unknown_option_in_python_suggests_the_nearest():

@@ -23,7 +23,7 @@ import odcluster
 from odcluster.errors import DataError, Diverged, UserError
 from odcluster.methods.odc import ODC
 from odcluster.training.devices import StopFlag
-from odcluster.training.metrics import Window, read_metrics
+from odcluster.training.metrics import MetricsFile, Window, read_metrics
 from odcluster.training.trainer import Trainer
 
 
@@ -273,3 +273,67 @@ def test_a_killed_loader_process_is_reported_and_the_run_can_go_on(image_folder,
     monkeypatch.undo()
     odcluster.resume(tmp_path / "run", quiet=True)
     assert state_hash(tmp_path / "run") == state_hash(reference)
+
+
+def test_frozen_stages_keep_weights_and_statistics(image_folder, tmp_path):
+    start = odcluster.train(image_folder, out=tmp_path / "start", quiet=True, **TINY)
+    tuned = odcluster.train(
+        image_folder, out=tmp_path / "tuned", quiet=True, **{**TINY, "weights": str(start), "freeze_stages": 2}
+    )
+    before, after = (load_file(run / "backbone" / "model.safetensors") for run in (start, tuned))
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]) == name.startswith(("layers.0.", "layers.1.")), name
+
+
+def test_a_resume_needs_neither_the_weights_nor_the_folder_it_was_started_from(image_folder, tmp_path, monkeypatch):
+    """A small stem is decided by the weights; the run remembers it."""
+    options = {**TINY, "backbone": "resnet10t", "epochs": 2}
+    monkeypatch.chdir(tmp_path)
+    odcluster.train(image_folder, out="start", quiet=True, **options)
+    odcluster.train(image_folder, out="tuned", quiet=True, **{**options, "weights": "start", "checkpoint_minutes": 0})
+    expected = state_hash(tmp_path / "tuned")
+    shutil.rmtree(max((tmp_path / "tuned" / "checkpoints").glob("step-*")))
+    shutil.rmtree(tmp_path / "start")
+    monkeypatch.chdir("/")
+    odcluster.resume(tmp_path / "tuned", quiet=True)
+    assert state_hash(tmp_path / "tuned") == expected
+
+
+def test_colorization_resumes_with_the_normalisation_of_its_weights(image_folder, tmp_path):
+    options = {**TINY, "method": "colorization"}
+    start = odcluster.train(image_folder, out=tmp_path / "start", quiet=True, **options)
+    settings = json.loads((start / "backbone" / "config.json").read_text())
+    (start / "backbone" / "config.json").write_text(json.dumps({**settings, "mean": [0.5] * 3, "std": [0.5] * 3}))
+    options |= {"weights": str(start), "checkpoint_minutes": 0}
+    run = odcluster.train(image_folder, out=tmp_path / "run", quiet=True, **options)
+    expected = state_hash(run)
+    shutil.rmtree(max((run / "checkpoints").glob("step-*")))
+    odcluster.resume(run, quiet=True)
+    assert state_hash(run) == expected
+
+
+def test_a_full_disk_while_writing_metrics_or_the_log_does_not_end_the_run(image_folder, tmp_path, monkeypatch, capsys):
+    class Full:
+        def __init__(self, file):
+            self.file, self.writes = file, 0
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+        def write(self, data):
+            self.writes += 1
+            if self.writes == 3:
+                self.file.write(data[:5])
+                raise OSError(28, "No space left on device")
+            return self.file.write(data)
+
+    original = MetricsFile.__init__
+
+    def start(self, path, size):
+        original(self, path, size)
+        self._file = Full(self._file)
+
+    monkeypatch.setattr(MetricsFile, "__init__", start)
+    run = odcluster.train(image_folder, out=tmp_path / "run", **TINY)
+    assert "could not be written (No space left on device)" in capsys.readouterr().err
+    assert len(read_metrics(run / "metrics.jsonl")) > 3  # every line that is there is whole
