@@ -139,9 +139,8 @@ def main() -> None:
         print(json.dumps(result, indent=1))
         results.append(result)
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        command = {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items()}
-        for key in ("train", "test"):
-            command[key] = Path(command[key]).name
+        places = ("train", "test", "weights", "runs", "out")  # where they lie on this machine is nobody's business
+        command = {key: Path(value).name if key in places and value else value for key, value in vars(given).items()}
         machine = {"cores": torch.get_num_threads(), "torch": torch.__version__, "machine": platform.machine()}
         given.out.write_text(json.dumps({"arguments": command, "machine": machine, "runs": results}, indent=1) + "\n")
 
