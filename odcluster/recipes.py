@@ -156,7 +156,7 @@ def jigsaw_small() -> Config:
 
     Command: odcluster train DATA --method jigsaw
     Time: about 10 minutes for 20,000 images of 32 px on two CPU cores.
-    Expected: see docs/results.md; at 32 px the tiles are 9 px, which leaves little to recognise.
+    Expected: see docs/results.md in the repository; at 32 px the tiles are 9 px, which leaves little to recognise.
     """
     views = dataclasses.replace(_plain_views((0.5, 1.0)), grey=0.3)  # published, against chromatic aberration
     return _pretext_small("jigsaw", augmentation=views, lr=0.05, weight_decay=1e-4)
