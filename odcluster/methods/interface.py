@@ -51,8 +51,8 @@ class Survey(Protocol):
     def features(self, embed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Evaluation view of every image through `embed`, in evaluation mode: rows [N, D], and which were read [N]."""
 
-    def calibrate(self, network: nn.Module, num_batches: int) -> None:
-        """Training-mode passes without gradient, so that batch-norm statistics fit the weights."""
+    def calibrate(self, network: nn.Module, embed: Callable[[Tensor], Tensor], num_batches: int) -> None:
+        """Training views through `embed` without gradient, so that the batch-norm statistics of `network` fit."""
 
     def poll(self, doing: str, done: int, total: int) -> None:
         """Progress for people; raises when the user asked to stop."""

@@ -67,7 +67,8 @@ class ODC(nn.Module):
         if epoch != self.warm_epochs:
             return {}
         settings = self.config.clustering
-        survey.calibrate(self, settings.calibration_batches)
+        new = self if self.config.weights is None else self.neck  # statistics that came with weights are good ones
+        survey.calibrate(new, self.embed, settings.calibration_batches)
         rows, seen = survey.features(self.embed)
         rows, seen = l2_normalise(rows), seen & rows.isfinite().all(dim=1)
         num_clusters = len(self.centroids.counts)

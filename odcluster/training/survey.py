@@ -81,16 +81,17 @@ class DataSurvey:
             return extract(embed, trainer.loader, np.arange(len(trainer.manifest)), trainer.device, notice)
 
     @torch.no_grad()
-    def calibrate(self, network: nn.Module, num_batches: int) -> None:
+    def calibrate(self, network: nn.Module, embed: Callable[[Tensor], Tensor], num_batches: int) -> None:
         """Statistics of batch norm as the plain average over training batches; put back if interrupted.
 
         Frozen stages, which stay in evaluation mode, keep theirs.
         """
+        trainer = self._trainer
+        trainer.module.eval()  # only what is calibrated may change
         network.train()
         norms = [m for m in network.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         if not norms or num_batches == 0:
             return
-        trainer = self._trainer
         before = {
             key: value.clone()
             for key, value in network.state_dict().items()
@@ -108,7 +109,7 @@ class DataSurvey:
                 trainer._refuse(raw.refused)
                 if len(raw.ids) > 1:
                     with trainer.autocast:
-                        network.embed(to_network(raw.images, trainer.mean, trainer.std).flatten(0, 1))  # type: ignore[operator]
+                        embed(to_network(raw.images, trainer.mean, trainer.std).flatten(0, 1))
                 self.poll("batch-norm calibration", done + 1, num_batches)
         except BaseException:
             network.load_state_dict(before, strict=False)

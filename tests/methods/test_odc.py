@@ -29,7 +29,7 @@ class FixedSurvey:
         seen[list(self.unreadable)] = False
         return embed(self.images), seen
 
-    def calibrate(self, network, num_batches):
+    def calibrate(self, network, embed, num_batches):
         self.calibrated += num_batches
 
     def poll(self, doing, done, total):

@@ -285,6 +285,26 @@ def test_frozen_stages_keep_weights_and_statistics(image_folder, tmp_path):
         assert torch.equal(tensor, after[name]) == name.startswith(("layers.0.", "layers.1.")), name
 
 
+def test_statistics_that_came_with_weights_are_not_calibrated_away(image_folder, tmp_path, monkeypatch):
+    start = odcluster.train(image_folder, out=tmp_path / "start", quiet=True, **TINY)
+    seen = []
+    original = Trainer._train_step
+
+    def step(self, raw, epoch):
+        if self.step == 0:
+            seen.append({name: b.clone() for name, b in self.method.backbone.network.named_buffers()})
+            seen.append(self.method.neck.bn.running_mean.clone())
+        original(self, raw, epoch)
+
+    monkeypatch.setattr(Trainer, "_train_step", step)
+    odcluster.train(image_folder, out=tmp_path / "tuned", quiet=True, **{**TINY, "weights": str(start)})
+    given = load_file(start / "backbone" / "model.safetensors")
+    for name, buffer in seen[0].items():
+        if "running_" in name:
+            assert torch.equal(buffer, given[name]), name
+    assert bool(seen[1].any()), "the new neck was not calibrated"
+
+
 def test_a_resume_needs_neither_the_weights_nor_the_folder_it_was_started_from(image_folder, tmp_path, monkeypatch):
     """A small stem is decided by the weights; the run remembers it."""
     options = {**TINY, "backbone": "resnet10t", "epochs": 2}
