@@ -133,6 +133,7 @@ def main() -> None:
         if (run / "clusters.csv").exists():
             clusters = read_clusters_csv(run / "clusters.csv").labels
             result["nmi"] = nmi(clusters, labels[0].numpy())
+        if "change" in lines[-1]:
             result["change ratio (last line)"] = lines[-1]["change"]
         result["images per second"] = float(np.median([line["timing"]["images_per_second"] for line in lines]))
         result |= evaluate(run, sources, probe_labels, given.layers, given.skip_untrained)
