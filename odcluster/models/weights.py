@@ -41,6 +41,10 @@ __all__ = [
 ]
 
 
+PLAIN_RESNETS = {"resnet18", "resnet34", "resnet50", "resnet101", "resnet152"}
+"""Networks of which a deeper one has every tensor of a shallower one, and more."""
+
+
 class Checkpoint(NamedTuple):
     """Tensors from outside, and what is known of them."""
 
@@ -59,7 +63,9 @@ def load_backbone_weights(backbone: Backbone, source: str | Path, *, min_matched
     """
     checkpoint = _open(backbone, source)
     values, report = match_tensors(backbone, checkpoint.tensors, checkpoint.origin)
-    if report.matched == 0 or report.matched < min_matched * report.total:
+    deeper = {checkpoint.architecture, backbone.name.partition(".")[0]} <= PLAIN_RESNETS  # 34 holds all names of 18
+    other = deeper and checkpoint.architecture != backbone.name.partition(".")[0]
+    if report.matched == 0 or report.matched < min_matched * report.total or (other and min_matched > 0):
         raise DataError(_refusal(backbone, checkpoint, report))
     backbone.network.load_state_dict({**backbone.network.state_dict(), **values})
     if checkpoint.normalisation is not None:

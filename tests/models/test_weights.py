@@ -637,3 +637,9 @@ def test_timm_weights_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(timm, "create_model", fail)
     with pytest.raises(DataError, match=r"could not be fetched \(Name or service not known\)"):
         load_backbone_weights(backbone, "timm")
+
+
+def test_a_deeper_resnet_is_not_taken_for_a_shallower_one(tmp_path: Path) -> None:
+    torch.save({"state_dict": timm.create_model("resnet34", num_classes=0).state_dict()}, tmp_path / "deeper.pth")
+    with pytest.raises(DataError, match="resnet34"):
+        load_backbone_weights(create_backbone("resnet18", image_size=64, stem="standard"), tmp_path / "deeper.pth")
