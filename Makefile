@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 help:
 	@echo "make setup   .venv with the command odcluster in it (a few minutes, once)"
 	@echo "make demo    train on handwritten digits, about a minute; writes runs/demo with a picture of the clusters"
-	@echo "make test    lint, types, import layers and tests, about three minutes"
+	@echo "make test    lint, types, import layers and tests, about five minutes"
 	@echo "make check   lint, types and import layers only"
 
 setup: $(INSTALLED)
@@ -31,7 +31,7 @@ check: setup
 	$(BIN)/lint-imports
 
 test: check
-	@echo "Tests: about three minutes on two cores."
+	@echo "Tests: about four minutes on two cores."
 	$(BIN)/pytest -n 2
 
 clean:

