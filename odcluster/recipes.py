@@ -27,7 +27,7 @@ def odc_small() -> Config:
 
     Command: odcluster train DATA
     Time: 28 epochs of 10,000 images of 32 px took 9.3 minutes on two CPU cores (510 images per second).
-    Expected: in that run on CIFAR-10 the last layer's linear probe rose from 41.9 to 55.1 %, kNN-20 from 33.1 to 47.1 %.
+    Expected: on CIFAR-10 that run's last-layer linear probe rose from 41.9 to 55.1 %, kNN-20 from 33.1 to 47.1 %.
 
     Where it leaves the paper, and why: 30 % of the epochs predict rotations first, so that the first clusters mean
     something; batch-norm statistics are settled before they are made; features are compared with the centroids memory
