@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup demo test lint check clean
+.PHONY: help setup demo test bench lint check clean
 
 help:
 	@echo "make setup   .venv with the command odcluster in it (a few minutes, once)"
 	@echo "make demo    train on handwritten digits, about a minute; writes runs/demo with a picture of the clusters"
 	@echo "make test    lint, types, import layers and tests, about five minutes"
 	@echo "make check   lint, types and import layers only"
+	@echo "make bench   all benchmarks, one after the other, into docs/performance.md; leave the machine alone meanwhile"
 
 setup: $(INSTALLED)
 
@@ -33,6 +34,10 @@ check: setup
 test: check
 	@echo "Tests: about four minutes on two cores."
 	$(BIN)/pytest -n 2
+
+# Options go in BENCH: make bench BENCH="--images train_webp.npz --voc VOC2007"
+bench: setup
+	$(BIN)/python benchmarks/all.py $(BENCH)
 
 clean:
 	rm -rf .venv build *.egg-info

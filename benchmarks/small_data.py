@@ -24,7 +24,7 @@ from odcluster import api
 from odcluster.clustering.agreement import nmi
 from odcluster.data.loading import Loader
 from odcluster.data.sources import Source, open_source
-from odcluster.demo import settle_batch_norm
+from odcluster.demonstrate import settle_batch_norm
 from odcluster.evaluation.knn import knn_accuracy
 from odcluster.evaluation.linear import linear_probe, pool_stage
 from odcluster.explore.export import read_clusters_csv

@@ -9,17 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "demo", "load_backbone", "resume", "train"]
+__all__ = ["__version__", "demo", "evaluate", "load_backbone", "resume", "train"]
 
 if TYPE_CHECKING:
     from odcluster.api import resume, train
-    from odcluster.demo import demo
+    from odcluster.demonstrate import demo
+    from odcluster.judge import evaluate
     from odcluster.models.weights import load_backbone
 
 _HOMES = {
     "train": "odcluster.api",
     "resume": "odcluster.api",
-    "demo": "odcluster.demo",
+    "demo": "odcluster.demonstrate",
+    "evaluate": "odcluster.judge",
     "load_backbone": "odcluster.models.weights",
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import shlex
 import sys
 import typing
 from collections.abc import Callable
@@ -24,6 +25,8 @@ odcluster {version}: from a folder of images to clusters, by Online Deep Cluster
   odcluster demo                    see it work: digits, about a minute, no download
   odcluster train PHOTOS            learn features and clusters from a folder of images
   odcluster resume RUN              go on with an interrupted training, exactly
+  odcluster evaluate RUN --task knn --data LABELLED
+                                    judge features by the field's protocols: linear, svm, lowshot, knn, semi
   odcluster info                    versions, devices, recipes, what is optional and missing
 
 `odcluster VERB --help` explains a verb; `--debug` shows where an error came from.
@@ -102,7 +105,7 @@ def demo_verb(given: list[str]) -> None:
     default = recipe(given_value("recipe", given) or usual)
     values = parse_options("demo", demo_verb, given, default, data)
     given_values = {name: value for name, value in values.items() if name not in ("data", "out")}
-    from odcluster.demo import demo
+    from odcluster.demonstrate import demo
 
     demo(values["data"], out=values["out"], config=changed(default, **given_values))
 
@@ -121,6 +124,40 @@ def resume_verb(given: list[str]) -> None:
     api.resume(values.pop("run"), **values)
 
 
+def evaluate_verb(given: list[str]) -> None:
+    """Judge features with labels: a run, an exported backbone, any weights file, or a bare backbone with --untrained.
+
+    `odcluster evaluate --compare RUN1 RUN2 ...` puts the results of several runs side by side.
+    """
+    if "--compare" in given:
+        return compare_verb(given)
+    weights = {"weights": required("WEIGHTS", "A run, an exported backbone, a weights file, or a backbone's name.")}
+    defaults = config.Evaluation(task="linear")
+    options = options_of(config.Evaluation, defaults)
+    options["task"] = (options["task"][0], dataclasses.MISSING)
+    values = parse("evaluate", evaluate_verb, given, {**weights, **options}, flags=True)
+    from odcluster.judge import evaluate
+
+    evaluate(values.pop("weights"), command=shlex.join(["odcluster", "evaluate", *given]), **values)
+    return None
+
+
+def compare_verb(given: list[str]) -> None:
+    """Results of several runs side by side."""
+    import tyro
+
+    about = "Runs, or folders with results, two or more."
+    several = tyro.conf.Positional[tuple[str, ...]]
+    extra = {
+        "runs": (Annotated[several, tyro.conf.arg(metavar="RUN [RUN ...]", help=about)], ()),
+        "out": optional("DIR", "Also draw pictures, in this folder.", None),
+    }
+    values = parse("evaluate --compare", compare_verb, [word for word in given if word != "--compare"], extra)
+    from odcluster.judge import compare
+
+    compare(values["runs"], out=values["out"])
+
+
 def info_verb(given: list[str]) -> None:
     """Versions, devices, recipes, and what is optional and missing."""
     parse("info", info_verb, given, {})
@@ -133,6 +170,7 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
     "demo": demo_verb,
     "train": train_verb,
     "resume": resume_verb,
+    "evaluate": evaluate_verb,
     "info": info_verb,
 }
 
@@ -203,8 +241,9 @@ def parse(
     fields: dict[str, Option],
     groups: dict[str, dict[str, Option]] | None = None,
     note: str = "",
+    flags: bool = False,
 ) -> dict[str, Any]:
-    """Values of all fields and of all groups' fields, by name."""
+    """Values of all fields and of all groups' fields, by name. With `flags`, a yes-or-no option takes no value."""
     import tyro
 
     groups = groups or {}
@@ -215,7 +254,7 @@ def parse(
         prog=f"odcluster {verb}",
         args=given,
         description=f"{inspect.getdoc(about)}{note}",
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff if flags else tyro.conf.FlagConversionOff),
     )
     values = {name: getattr(arguments, name) for name in fields}
     for name, inner in groups.items():
@@ -244,8 +283,9 @@ def options_of(cls: Any, values: Any, skip: set[str] | None = None) -> dict[str,
         default, help = getattr(values, name), doc(name, cls)
         if type(None) in typing.get_args(kind):
             bare = next(k for k in typing.get_args(kind) if k is not type(None))
-            hint = "" if name in LEFT_OPEN else "(default: chosen for you)"
-            options[name] = optional(bare.__name__.upper(), help, default, bare, hint)
+            hint = "" if name in LEFT_OPEN or "Not given:" in help else "(default: chosen for you)"
+            metavar = "STR ..." if typing.get_origin(bare) is tuple else bare.__name__.upper()
+            options[name] = optional(metavar, help, default, bare, hint)
         else:
             hint = f"(default: {shown(default)})"
             options[name] = Annotated[kind, tyro.conf.arg(help=help, help_behavior_hint=hint)], default
@@ -262,7 +302,7 @@ def field_docs() -> dict[str, dict[str, str]]:
     for node in ast.parse(inspect.getsource(config)).body:
         if isinstance(node, ast.ClassDef):
             docs[node.name] = {
-                field.target.id: str(following.value.value)
+                field.target.id: " ".join(str(following.value.value).split())
                 for field, following in zip(node.body, node.body[1:], strict=False)
                 if isinstance(field, ast.AnnAssign)
                 and isinstance(field.target, ast.Name)

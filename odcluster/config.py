@@ -310,6 +310,50 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
+Task = Literal["linear", "svm", "lowshot", "knn", "clusters", "semi"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """How good features are, by a protocol of the field. Labels are used here and nowhere in training."""
+
+    task: Task
+    """linear: a linear probe on every layer. svm: VOC07 linear SVMs on every layer. lowshot: SVMs on few images per
+    class. knn: nearest neighbours. clusters: a run's clusters against known classes. semi: fine-tuning with few labels
+    (1 %, 10 %)."""
+    data: str | None = None
+    """Labelled images: a VOC folder, a folder per class, CIFAR-10's files, arrays with labels, a list or a CSV with
+    labels. Not given: with clusters, the run's own images."""
+    test: str | None = None
+    """Images to test on. Not given: the test (or val) part of the data if it has one, else a fifth, set aside."""
+    split: str | None = None
+    """Parts of the data to train and test on, such as train/val. VOC's usual parts are trainval/test."""
+    untrained: bool = False
+    """Evaluate a backbone with random weights: WEIGHTS is then its name."""
+    backbone: str | None = None
+    """The architecture of a weights file that does not say it. Not given: as the weights say."""
+    image_size: int | None = None
+    """Side in pixels at which images are seen. Not given: as the backbone was trained, else 224, less for small
+    images."""
+    layers: tuple[str, ...] | None = None
+    """Only these layers. Not given: all of them; of lowshot, the last."""
+    variant: Literal["fast", "published"] = "fast"
+    """Of the linear probe. fast: logistic regression by L-BFGS on cached features, minutes. published: SGD over
+    augmented images as in the paper, hours."""
+    epochs: int | None = None
+    """Epochs of the published linear probe (100) and of semi (20); any other number is named in the result."""
+    seed: int = 0
+    """Of everything random: draws of images, initial weights of probes, untrained weights."""
+    out: str | None = None
+    """Where the results go. Not given: RUN/evaluation of a run, else evaluations/NAME."""
+    jobs: int | None = None
+    """SVMs trained side by side. Not given: one per core."""
+    workers: int = 1
+    """Processes that prepare images. 0: none besides the main one."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps ..."""
+
+
 GROUPS: dict[str, Any] = {
     "augmentation": Augmentation,
     "head": Head,

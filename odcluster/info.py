@@ -23,6 +23,7 @@ REQUIRED = [
     "simplejpeg",
     "scikit-learn",
     "safetensors",
+    "matplotlib",
 ]
 OPTIONAL: dict[str, str] = {}
 

@@ -44,8 +44,8 @@ def handle_small_clusters(
 ) -> int:
     """Dissolve each cluster of at most `threshold` members, give its index to half of the largest; returns how many."""
     handled = 0
-    while len(small := (memory.counts <= threshold).nonzero().flatten()) > 0:
-        cluster = int(small[0])
+    while bool((small := memory.counts <= threshold).any()):  # the one question to the device in an ordinary step
+        cluster = int(small.nonzero()[0])
         dissolve(cluster, samples, memory, normal=memory.counts > threshold)
         largest = int(memory.counts.argmax())
         first, second = uniforms(seed, Purpose.SPLIT, step, torch.tensor([cluster]).numpy(), 0, 2)[0]
@@ -61,7 +61,7 @@ def dissolve(cluster: int, samples: SamplesMemory, memory: CentroidsMemory, norm
     if len(members) > 0:
         candidates = normal.nonzero().flatten()
         rows = samples.rows[members]
-        nearest, _ = nearest_centroids(rows, memory.centroids[candidates])
+        nearest, _, _ = nearest_centroids(rows, memory.centroids[candidates])
         receivers = candidates[nearest]
         samples.labels[members] = receivers
         memory.sums.index_add_(0, receivers, rows.to(memory.sums.dtype))

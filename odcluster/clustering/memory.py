@@ -3,10 +3,11 @@
 The samples memory holds a feature and a pseudo-label for every image; the centroids memory holds the mean feature of
 every cluster. Both are buffers of a module, so a checkpoint holds them without further ado.
 
-Promises: a step costs O(B C D) for the products and O(B D) for the rest, never O(N): each cluster's *sum* and *count*
-follow its members as they come, go and move, so that its mean is one division away. Rounding of those sums is removed
-by `rebuild`. A non-finite feature never enters. Leaves to others: small clusters and loss weights (balance.py),
-learning (methods/).
+Promises: a step costs O(B C D) for the products and O(B D + C) for the rest (O(C D) where centroids are refreshed),
+never O(N): each cluster's *sum* and *count* follow its members as they come, go and move, so that its mean is one
+division away. Rounding of those sums is removed by `rebuild`. A non-finite feature never enters. The host never waits
+for the device in a step: what does not count is weighted with 0 or masked, not left out. Leaves to others: small
+clusters and loss weights (balance.py), learning (methods/).
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from odcluster.clustering.kmeans import accumulator_dtype, cluster_sums, nearest_centroids
+from odcluster.clustering.kmeans import accumulator_dtype, add_rows, blocks, cluster_sums, nearest_centroids
+from odcluster.models.heads import l2_normalise
 
 UNSEEN = -1
 """Label of an image whose feature has not entered the memory yet: it belongs to no cluster and has no loss."""
 
 
 class Moves(NamedTuple):
-    """What one update did to the samples memory: one entry per distinct image of the batch."""
+    """What one update did to the samples memory, per place in the batch; all but the last place of an image, and those
+    whose feature is not finite, have both labels UNSEEN: they do not count.
+    """
 
     old_labels: Tensor
     new_labels: Tensor
@@ -31,8 +35,9 @@ class Moves(NamedTuple):
     new_rows: Tensor
 
     def change_ratio(self) -> Tensor:
-        """Share of the batch whose label changed (the paper's measure of stability)."""
-        return (self.old_labels != self.new_labels).float().mean()
+        """Share of the images of the batch whose label changed (the paper's measure of stability)."""
+        counted = (self.new_labels != UNSEEN).sum()
+        return (self.old_labels != self.new_labels).sum() / counted.clamp(min=1)
 
 
 class SamplesMemory(nn.Module):
@@ -50,19 +55,33 @@ class SamplesMemory(nn.Module):
         self.register_buffer("labels", torch.full((num_samples,), UNSEEN, dtype=torch.int64))
 
     @torch.no_grad()
+    def normalise(self, seen: Tensor) -> Tensor:
+        """Scale all rows to length 1, in place; returns which are usable [N]: seen and finite. The others become 0."""
+        usable = seen.clone()
+        for part, good in blocks(self.rows, usable):
+            scaled = l2_normalise(part)
+            good &= scaled.sum(dim=1).isfinite()  # a sum is finite only if all its terms are
+            part.copy_(torch.where(good[:, None], scaled, 0.0))
+        return usable
+
+    @torch.no_grad()
     def update(self, ids: Tensor, features: Tensor, centroids: Tensor) -> Moves:
         """row <- m F/|F| + (1-m) row; label <- nearest centroid. Of an image twice in a batch the last counts."""
-        keep = last_occurrences(ids)
-        features = nn.functional.normalize(features.detach()[keep].float(), dim=1)
-        keep, features = keep[finite := features.isfinite().all(dim=1)], features[finite]
-        ids = ids[keep]
+        last = last_occurrences(ids)  # earlier ones get its values: writing them twice is then in any order the same
+        features = nn.functional.normalize(features.detach()[last].float(), dim=1)
+        finite = features.sum(dim=1).isfinite()  # only if all terms are
         old_rows, old_labels = self.rows[ids], self.labels[ids]
         new_rows = self.momentum * features + (1 - self.momentum) * old_rows
         new_rows = torch.where((old_labels == UNSEEN)[:, None], features, new_rows)  # first visit: nothing to mix with
-        new_labels, _ = nearest_centroids(new_rows, centroids)
+        new_rows = torch.where(finite[:, None], new_rows, old_rows)
+        nearest, _, _ = nearest_centroids(new_rows, centroids)
+        new_labels = torch.where(finite, nearest[last], old_labels)
         self.rows[ids] = new_rows
         self.labels[ids] = new_labels
-        return Moves(old_labels, new_labels, old_rows, new_rows)
+        counts = finite & (last == torch.arange(len(ids), device=ids.device))
+        return Moves(
+            torch.where(counts, old_labels, UNSEEN), torch.where(counts, new_labels, UNSEEN), old_rows, new_rows
+        )
 
     def members(self, cluster: int) -> Tensor:
         """Ids of a cluster's members, by one scan of the labels."""
@@ -87,20 +106,23 @@ class CentroidsMemory(nn.Module):
     @torch.no_grad()
     def move(self, moves: Moves) -> None:
         """Let sums and counts follow the members, and record the clusters that gained or lost one."""
-        seen = moves.old_labels != UNSEEN
-        left, joined = moves.old_labels[seen], moves.new_labels
-        self.sums.index_add_(0, left, -moves.old_rows[seen].to(self.sums.dtype))
-        self.sums.index_add_(0, joined, moves.new_rows.to(self.sums.dtype))
-        self.counts.index_add_(0, left, -torch.ones_like(left))
-        self.counts.index_add_(0, joined, torch.ones_like(joined))
-        changed = moves.old_labels != moves.new_labels
-        self.recorded[moves.old_labels[changed & seen]] = True
-        self.recorded[moves.new_labels[changed]] = True
+        old, new = moves.old_labels, moves.new_labels
+        add_rows(self.sums, moves.old_rows, old, sign=-1)
+        add_rows(self.sums, moves.new_rows, new)
+        one, changed = torch.ones_like(old)[:, None], (old != new)[:, None]
+        add_rows(self.counts[:, None], one, old, sign=-1)
+        add_rows(self.counts[:, None], one, new)
+        touched = torch.zeros_like(self.counts)
+        add_rows(touched[:, None], changed, old)
+        add_rows(touched[:, None], changed, new)
+        self.recorded |= touched > 0
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Every recorded centroid becomes the mean of all its members' rows."""
-        self.refresh_clusters((self.recorded & (self.counts > 0)).nonzero().flatten())
+        due = (self.recorded & (self.counts > 0))[:, None]
+        for sums, counts, centroids, here in blocks(self.sums, self.counts[:, None], self.centroids, due):
+            centroids.copy_(torch.where(here, (sums / counts).to(centroids.dtype), centroids))
         self.recorded.zero_()
 
     @torch.no_grad()
@@ -135,9 +157,6 @@ class CentroidsMemory(nn.Module):
 
 
 def last_occurrences(ids: Tensor) -> Tensor:
-    """Positions of the last occurrence of each distinct id, by id: on a GPU duplicate indexed writes have no order."""
-    order = torch.argsort(ids, stable=True)
-    ordered = ids[order]
-    last = torch.ones_like(ordered, dtype=torch.bool)
-    last[:-1] = ordered[1:] != ordered[:-1]
-    return order[last]
+    """For each place in ids the last place of the same id: on a GPU duplicate indexed writes have no order."""
+    ordered, order = torch.sort(ids, stable=True)
+    return order[torch.searchsorted(ordered, ids, right=True) - 1]

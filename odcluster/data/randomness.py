@@ -35,6 +35,7 @@ class Purpose(IntEnum):
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
+_COUNTERS_AT_ONCE = 1 << 15  # a few MB, whatever the number of ids: a million at once would take 200 MB
 
 
 def philox(counter: Words, key: tuple[int, int]) -> Words:
@@ -59,15 +60,19 @@ def _draws(seed: int, purpose: int, epoch: int, ids: NDArray[np.int64], view: in
     assert 0 <= epoch < 2**32, epoch
     assert len(ids) == 0 or (ids.min() >= 0 and ids.max() < 2**32), "sample ids are 32-bit counters"
     num_blocks = (num + 1) // 2
-    counter = np.empty((len(ids), num_blocks, 4), np.uint32)
-    counter[..., 0] = ids[:, None]
-    counter[..., 1] = epoch
-    counter[..., 2] = purpose << 16 | view
-    counter[..., 3] = np.arange(num_blocks)
     seed %= 2**64  # a negative seed is its two's complement
-    words = philox(counter, (seed & _LOW, seed >> 32)).astype(np.uint64)
-    pairs = words[..., 0::2] << np.uint64(32) | words[..., 1::2]  # [len(ids), num_blocks, 2]
-    return pairs.reshape(len(ids), 2 * num_blocks)[:, :num]
+    draws = np.empty((len(ids), num), np.uint64)
+    for start in range(0, len(ids), chunk := max(1, _COUNTERS_AT_ONCE // num_blocks)):
+        some = ids[start : start + chunk]
+        counter = np.empty((len(some), num_blocks, 4), np.uint32)
+        counter[..., 0] = some[:, None]
+        counter[..., 1] = epoch
+        counter[..., 2] = purpose << 16 | view
+        counter[..., 3] = np.arange(num_blocks)
+        words = philox(counter, (seed & _LOW, seed >> 32)).astype(np.uint64)
+        pairs = words[..., 0::2] << np.uint64(32) | words[..., 1::2]  # [len(some), num_blocks, 2]
+        draws[start : start + chunk] = pairs.reshape(len(some), 2 * num_blocks)[:, :num]
+    return draws
 
 
 def uniforms(seed: int, purpose: int, epoch: int, ids: NDArray[np.int64], view: int, num: int) -> NDArray[np.float64]:

@@ -215,6 +215,8 @@ def open_source(data: str | os.PathLike[str] | np.ndarray, split: str | None = N
         return _open_folder(path, split)
     if not os.path.exists(path):
         if given == "digits":
+            if split is not None:
+                raise DataError("the digits have no splits; leave the split out.")
             return _open_digits()
         raise DataError(_no_such_path(path))
     if not os.path.isfile(path):
@@ -252,15 +254,35 @@ def _open_folder(root: str, split: str | None) -> Source:
     return _files("folder", root, listing)
 
 
-def _split_folder(root: str, split: str | None) -> str:
-    """Choose train/, val/ or test/ where a folder is divided so."""
+def available_splits(data: str | os.PathLike[str]) -> set[str]:
+    """The parts that `open_source(data, split)` would find there; none for undivided data."""
+    path = os.path.abspath(os.path.expanduser(os.fsdecode(data)))
+    if os.path.isdir(path):
+        if voc := readers.find_voc(path):
+            sets = os.path.join(voc, "ImageSets", "Main")
+            return {split for split in SPLITS if os.path.isfile(os.path.join(sets, f"{split}.txt"))}
+        if cifar := readers.find_cifar(path):
+            return {split for split in ("train", "test") if readers.cifar_batches(cifar, split)}
+        return set(_part_folders(path))
+    if path.lower().endswith(".npz") and os.path.isfile(path):
+        members = readers.npz_members(path)
+        return {split for split in SPLITS if f"x_{split}" in members}
+    return set()
+
+
+def _part_folders(root: str) -> dict[str, str]:
     names = {"val": ("val", "valid", "validation")}
-    parts = {
+    return {
         part: os.path.join(root, name)
         for part in SPLITS
         for name in names.get(part, (part,))
         if os.path.isdir(os.path.join(root, name))
     }
+
+
+def _split_folder(root: str, split: str | None) -> str:
+    """Choose train/, val/ or test/ where a folder is divided so."""
+    parts = _part_folders(root)
     if split is None:
         return parts["train"] if "train" in parts and ("val" in parts or "test" in parts) else root
     if split not in parts:
@@ -351,7 +373,10 @@ def _open_npz(path: str, split: str | None) -> Source:
     readers.check_images(f"Array {key} of {shown(path)}", shape, dtype)
     names = ("labels", "y", "y_train") if split is None else (f"y_{split}",)
     labels, class_names = _labels_of(path, members, names, shape[0])
-    return _arrays("arrays", path, partial(readers.load_member, path, key), labels, class_names)
+    source = _arrays("arrays", path, partial(readers.load_member, path, key), labels, class_names)
+    if split is not None:  # another array of the same file may have the same shape
+        source.manifest = dataclasses.replace(source.manifest, content=f"{source.manifest.content} {key}")
+    return source
 
 
 def _open_packed(path: str, members: Iterable[str]) -> Source:

@@ -143,7 +143,7 @@ def apply_view(image: Image, parameters: ViewParameters, size: int) -> Image:
     sharper that it matches to 34 dB where two match to 49 (PASCAL VOC photos at 32 pixels).
     """
     factor = _decode_factor(image, parameters)
-    pixels = _resize_box(image, Box(*(x / factor for x in parameters.box)), size)
+    pixels = _resize_box(image, Box(*(x / factor for x in parameters.box)), size, size)
     pixels = _flip_and_rotate(pixels, parameters.flip, parameters.angle)
     if parameters.jitter:
         pixels = _jitter(pixels, parameters.order, parameters.factors)
@@ -158,9 +158,7 @@ def evaluation_box(height: int, width: int, size: int) -> Box:
     That margin is ImageNet's custom: resize the shorter side to 256, cut 224. A small image has no margin to
     give: of 32 pixels it would cost two on every side, where objects reach the frame.
     """
-    side = float(min(height, width))
-    if size >= 96:
-        side *= size / round(size * 256 / 224)
+    side = min(height, width) * (size / whole_side(size))
     return Box((height - side) / 2, (width - side) / 2, side, side)
 
 
@@ -169,7 +167,31 @@ def evaluation_view(image: Image, size: int) -> Image:
 
     Only the square is resized, so that a strip of 20,000 x 10 pixels costs no more memory than a photo.
     """
-    return _resize_box(image, evaluation_box(image.shape[0], image.shape[1], size), size)
+    return _resize_box(image, evaluation_box(image.shape[0], image.shape[1], size), size, size)
+
+
+def whole_side(size: int) -> int:
+    """The shorter side of the image that a view of this size is made from: 256 for 224; below 96, the size itself."""
+    return round(size * 256 / 224) if size >= 96 else size
+
+
+def whole_view(image: Image, size: int) -> Image:
+    """All of an image as [size, size, 3], its aspect given up: what the VOC protocol sees, in the protocol's two steps.
+
+    The shorter side becomes `whole_side(size)` pixels, then both become `size`. A strip beyond 1 : 8 is squeezed
+    along its length before that: resized as it is, one of 20,000 x 10 pixels would take 390 MB.
+    """
+    height, width = image.shape[:2]
+    side = whole_side(size)
+    longest = 8 * max(min(height, width), side)
+    if max(height, width) > longest:
+        height, width = min(height, longest), min(width, longest)
+        image = cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
+    if side > size:
+        shorter = min(height, width)
+        rows, columns = (min(8 * side, int(side * length / shorter)) for length in (height, width))  # as torchvision
+        image = _resize_box(image, Box(0, 0, height, width), rows, columns)
+    return _resize_box(image, Box(0, 0, *image.shape[:2]), size, size)
 
 
 def _decode_factor(image: Image, parameters: ViewParameters) -> int:
@@ -181,8 +203,8 @@ def _decode_factor(image: Image, parameters: ViewParameters) -> int:
     raise AssertionError(f"an image of {full} was decoded to {image.shape[:2]}")
 
 
-def _resize_box(image: Image, box: Box, size: int) -> Image:
-    """The box of the image as [size, size, 3], bilinear with antialiasing where it shrinks.
+def _resize_box(image: Image, box: Box, rows: int, columns: int) -> Image:
+    """The box of the image as [rows, columns, 3], bilinear with antialiasing where it shrinks.
 
     Filter + bilinear takes a third of the time of cv2.INTER_AREA and is nearer to torchvision's triangle.
     """
@@ -190,18 +212,18 @@ def _resize_box(image: Image, box: Box, size: int) -> Image:
     first_row, first_column = int(top), int(left)
     pixels = image[first_row : math.ceil(top + height), first_column : math.ceil(left + width)]
     top, left = top - first_row, left - first_column
-    while min(height, width) >= 4 * size:  # filtering would take long; halving first does no visible harm
-        rows, columns = pixels.shape[0] // 2, pixels.shape[1] // 2
-        pixels = cv2.resize(pixels[: 2 * rows, : 2 * columns], (columns, rows), interpolation=cv2.INTER_AREA)
+    while height >= 4 * rows and width >= 4 * columns:  # filtering would take long; halving first does no visible harm
+        half = pixels.shape[0] // 2, pixels.shape[1] // 2
+        pixels = cv2.resize(pixels[: 2 * half[0], : 2 * half[1]], half[::-1], interpolation=cv2.INTER_AREA)
         top, left, height, width = top / 2, left / 2, height / 2, width / 2
-    down, across = height / size, width / size
+    down, across = height / rows, width / columns
     if max(down, across) > 1.1:  # below, the filter would change less than JPEG does
         pixels = cv2.sepFilter2D(pixels, -1, _antialiasing(across), _antialiasing(down))
     if pixels.shape[:2] == (height, width):
-        return cv2.resize(pixels, (size, size), interpolation=cv2.INTER_LINEAR)
+        return cv2.resize(pixels, (columns, rows), interpolation=cv2.INTER_LINEAR)
     # Rounded to whole pixels it would be half a pixel off on either side: 33 dB instead of 41.
     matrix = np.array([[across, 0, left + across / 2 - 0.5], [0, down, top + down / 2 - 0.5]])
-    return _warp(pixels, matrix, size, cv2.BORDER_REPLICATE)
+    return _warp(pixels, matrix, rows, columns, cv2.BORDER_REPLICATE)
 
 
 def _antialiasing(shrink: float) -> NDArray[np.float64]:
@@ -231,14 +253,14 @@ def _flip_and_rotate(pixels: Image, flip: bool, angle: float) -> Image:
             [sin, cos, centre * (1 - sin - cos)],
         ]
     )
-    return _warp(pixels, matrix, size, cv2.BORDER_CONSTANT)
+    return _warp(pixels, matrix, size, size, cv2.BORDER_CONSTANT)
 
 
-def _warp(pixels: Image, matrix: NDArray[np.float64], size: int, border: int) -> Image:
+def _warp(pixels: Image, matrix: NDArray[np.float64], rows: int, columns: int, border: int) -> Image:
     """Bilinear warp with a fourth channel: OpenCV is twice as fast with four as with three."""
     pixels = cv2.cvtColor(pixels, cv2.COLOR_RGB2RGBA)
     flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
-    pixels = cv2.warpAffine(pixels, matrix, (size, size), flags=flags, borderMode=border)
+    pixels = cv2.warpAffine(pixels, matrix, (columns, rows), flags=flags, borderMode=border)
     return cv2.cvtColor(pixels, cv2.COLOR_RGBA2RGB)
 
 

@@ -7,7 +7,7 @@ by layer), and its numbers must not be set beside that one's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isqrt
 
@@ -61,10 +61,12 @@ def linear_probe(
     test_labels: Tensor,
     *,
     l2_grid: Sequence[float] | None = None,
+    poll: Callable[[], None] = lambda: None,
 ) -> LinearProbe:
     """Standardise, choose the l2 strength on a held-out tenth of the training set, fit on all of it, test.
 
-    Images with a negative label are left out. A test image of a class unseen in training counts as wrong.
+    Images with a negative label are left out. A test image of a class unseen in training counts as wrong. `poll` is
+    called at every step of the fits, and may raise to stop.
     """
     grid = sorted(set(L2_GRID if l2_grid is None else l2_grid), reverse=True)
     if not grid or not grid[-1] > 0:
@@ -77,8 +79,8 @@ def linear_probe(
         raise ValueError("The training set has a single class; pass images of at least two.")
     train, test = _standardise(train, test)
 
-    chosen, held_out = (grid[0], {}) if len(grid) == 1 else _choose_l2(train, targets, len(classes), grid)
-    model = fit_logistic_regression(train, targets, len(classes), chosen)
+    chosen, held_out = (grid[0], {}) if len(grid) == 1 else _choose_l2(train, targets, len(classes), grid, poll)
+    model = fit_logistic_regression(train, targets, len(classes), chosen, poll=poll)
     truth = truth.to(classes.device)
     logits = model.logits(test)
     known = torch.isin(truth, classes)
@@ -96,7 +98,13 @@ def linear_probe(
 
 
 def fit_logistic_regression(
-    x: Tensor, targets: Tensor, num_classes: int, l2: float, *, start: LogisticRegression | None = None
+    x: Tensor,
+    targets: Tensor,
+    num_classes: int,
+    l2: float,
+    *,
+    start: LogisticRegression | None = None,
+    poll: Callable[[], None] = lambda: None,
 ) -> LogisticRegression:
     """Minimise mean cross-entropy + l2 / 2 |W|^2 by full-batch L-BFGS, bias free. `start` saves steps."""
     weight = x.new_zeros(num_classes, x.shape[1]) if start is None else start.weight.clone()
@@ -112,6 +120,7 @@ def fit_logistic_regression(
     )
 
     def closure() -> Tensor:
+        poll()
         optimiser.zero_grad()
         loss = F.cross_entropy(F.linear(x, weight, bias), targets) + 0.5 * l2 * weight.square().sum()
         loss.backward()
@@ -133,10 +142,15 @@ def pool_stage(feature_map: Tensor, max_dims: int = 9600) -> Tensor:
         raise ValueError(f"A stage's output has shape {list(feature_map.shape)}; pooling needs [B, C, H, W].")
     _, channels, height, width = feature_map.shape
     side = max(1, min(isqrt(max_dims // channels), height, width))
+    where = feature_map.device
+    if where.type == "mps":  # which has this pooling only for sizes that divide each other
+        return F.adaptive_avg_pool2d(feature_map.cpu(), side).flatten(1).to(where)
     return F.adaptive_avg_pool2d(feature_map, side).flatten(1)
 
 
-def _choose_l2(x: Tensor, targets: Tensor, num_classes: int, grid: Sequence[float]) -> tuple[float, dict[float, float]]:
+def _choose_l2(
+    x: Tensor, targets: Tensor, num_classes: int, grid: Sequence[float], poll: Callable[[], None]
+) -> tuple[float, dict[float, float]]:
     """The strength with the best accuracy on a held-out tenth, class by class; of equals, the strongest.
 
     Each fit starts from the one before: from strong to weak, the path to the next optimum is short.
@@ -149,7 +163,7 @@ def _choose_l2(x: Tensor, targets: Tensor, num_classes: int, grid: Sequence[floa
     accuracy: dict[float, float] = {}
     model: LogisticRegression | None = None
     for l2 in grid:
-        model = fit_logistic_regression(fit_x, fit_targets, num_classes, l2, start=model)
+        model = fit_logistic_regression(fit_x, fit_targets, num_classes, l2, start=model, poll=poll)
         accuracy[l2] = _share(model.logits(held_x).argmax(dim=1) == held_targets)
     return max(grid, key=lambda l2: accuracy[l2]), accuracy
 

@@ -48,8 +48,11 @@ class Phase:
 class Survey(Protocol):
     """A look at all images outside the training steps, provided by the trainer."""
 
-    def features(self, embed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Evaluation view of every image through `embed`, in evaluation mode: rows [N, D], and which were read [N]."""
+    def features(self, embed: Callable[[Tensor], Tensor], out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Evaluation view of every image through `embed`, in evaluation mode: rows [N, D], and which were read [N].
+
+        The rows are those of `out`, if given: a table of features may be most of the memory there is.
+        """
 
     def calibrate(self, network: nn.Module, embed: Callable[[Tensor], Tensor], num_batches: int) -> None:
         """Training views through `embed` without gradient, so that the batch-norm statistics of `network` fit."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from odcluster.clustering.balance import check_room, handle_small_clusters, loss_weights
-from odcluster.clustering.kmeans import kmeans
+from odcluster.clustering.kmeans import kmeans, own_distances
 from odcluster.clustering.memory import UNSEEN, CentroidsMemory, SamplesMemory
 from odcluster.config import Config
 from odcluster.errors import DataError
@@ -66,30 +66,35 @@ class ODC(nn.Module):
         """Step 0: both memories from k-means on the features of all images, once."""
         if epoch != self.warm_epochs:
             return {}
-        settings = self.config.clustering
         new = self if self.config.weights is None else self.neck  # statistics that came with weights are good ones
-        survey.calibrate(new, self.embed, settings.calibration_batches)
-        rows, seen = survey.features(self.embed)
-        rows, seen = l2_normalise(rows), seen & rows.isfinite().all(dim=1)
-        num_clusters = len(self.centroids.counts)
-        if num_clusters > 1 and bool((rows[seen] - rows[seen][0]).abs().max() < 1e-6):
-            raise DataError("all images give the same feature, so there is nothing to cluster; are they all identical?")
-        check_room(int(seen.sum()), num_clusters, settings.small_cluster or 0)
-        iterations = settings.kmeans_iterations
-        labels, _ = kmeans(
-            rows[seen],
-            num_clusters,
-            iterations=iterations,
-            seed=self.config.seed,
-            poll=lambda iteration: survey.poll("k-means", iteration, iterations),
-        )
-        survey.poll("k-means", iterations, iterations)
-        self.samples.rows.copy_(torch.where(seen[:, None], rows, 0.0))
-        self.samples.labels.fill_(UNSEEN)
-        self.samples.labels[seen] = labels
+        survey.calibrate(new, self.embed, self.config.clustering.calibration_batches)
+        try:
+            _, seen = survey.features(self.embed, out=self.samples.rows)
+            self.samples.labels.copy_(self.first_labels(self.samples.normalise(seen), survey))
+        except BaseException:
+            self.samples.rows.zero_()  # stopped or refused: as if it had not begun
+            raise
         self.centroids.fill(self.samples)
         handled = self.handle_small_clusters(step=-1)
         return {"initial_small_clusters": handled, **self.health()}
+
+    def first_labels(self, usable: Tensor, survey: Survey) -> Tensor:
+        """k-means on the rows of the samples memory where they lie; images that are not usable have no label."""
+        rows, settings = self.samples.rows, self.config.clustering
+        num_clusters, iterations = len(self.centroids.counts), settings.kmeans_iterations
+        if num_clusters > 1 and all_alike(rows, usable):
+            raise DataError("all images give the same feature, so there is nothing to cluster; are they all identical?")
+        check_room(int(usable.sum()), num_clusters, settings.small_cluster or 0)
+        labels, _ = kmeans(
+            rows,
+            num_clusters,
+            iterations=iterations,
+            seed=self.config.seed,
+            usable=None if bool(usable.all()) else usable,
+            poll=lambda iteration: survey.poll("k-means", iteration, iterations),
+        )
+        survey.poll("k-means", iterations, iterations)
+        return labels
 
     def epoch_order(self, epoch: int) -> None:
         return None
@@ -149,6 +154,12 @@ def warm_epochs(config: Config) -> int:
     """Epochs of the rotation warm start; clustering always has at least one epoch."""
     assert config.epochs is not None
     return min(round(config.warm_start.warm_share * config.epochs), config.epochs - 1)
+
+
+def all_alike(rows: Tensor, usable: Tensor) -> bool:
+    """Whether no usable row (they have length 1) lies farther than rounding from the first of them."""
+    first = rows[usable.int().argmax()][None]
+    return bool((own_distances(rows, first, torch.zeros_like(usable, dtype=torch.int64)) < 1e-10)[usable].all())
 
 
 def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from odcluster.config import Config
 from odcluster.training.schedule import Schedule
 
-INPUT_BOUND = 0.25
+INPUT_BOUND = 0.1
 """Share of time spent waiting for images from which the line says so."""
 
 

@@ -34,14 +34,15 @@ def extract(
     ids: NDArray[np.int64],
     device: torch.device,
     notice: Callable[[RawBatch, int], None],
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`embed` of the evaluation view of each image of sorted ids: rows [n, D] float32, and which could be used [n].
 
-    `notice` receives each batch and how many images are done: to name the refused, to show progress, to stop by
-    raising.
+    The rows are those of `out`, if given; they are 0 where the image could not be used. `notice` receives each batch
+    and how many images are done: to name the refused, to show progress, to stop by raising.
     """
     mean, std = loader.normalisation_on(device)
-    rows: Tensor | None = None
+    rows = None if out is None else out.zero_()
     seen = torch.zeros(len(ids), dtype=torch.bool, device=device)
     done = 0
     for raw in loader.evaluation(ids, CHUNK):
@@ -54,7 +55,7 @@ def extract(
             rows = part.new_zeros((len(ids), part.shape[1]))
         places = torch.from_numpy(np.searchsorted(ids, raw.ids.numpy())).to(device)
         rows[places], seen[places] = part, True
-    if rows is None:
+    if rows is None or not bool(seen.any()):
         raise DataError("none of the images can be used; are these images?")
     return rows, seen
 
@@ -69,7 +70,7 @@ class DataSurvey:
         self._trainer.stop.poll()
         self._trainer.console.progress(doing, done, total)
 
-    def features(self, embed: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def features(self, embed: Callable[[Tensor], Tensor], out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         trainer = self._trainer
         trainer.module.eval()
 
@@ -78,7 +79,7 @@ class DataSurvey:
             self.poll("features of all images", done, len(trainer.manifest))
 
         with trainer.autocast:
-            return extract(embed, trainer.loader, np.arange(len(trainer.manifest)), trainer.device, notice)
+            return extract(embed, trainer.loader, np.arange(len(trainer.manifest)), trainer.device, notice, out)
 
     @torch.no_grad()
     def calibrate(self, network: nn.Module, embed: Callable[[Tensor], Tensor], num_batches: int) -> None:

@@ -197,7 +197,12 @@ class Trainer:
     def _train_step(self, raw: RawBatch, epoch: int) -> None:
         """Forward, backward, finite check, SGD step, memories: the one order in which it happens."""
         seed_torch(self.config.seed, Purpose.STEP, self.step)
-        batch = Batch(raw.ids.to(self.device), to_network(raw.images, self.mean, self.std), epoch=epoch, step=self.step)
+        batch = Batch(
+            raw.ids.to(self.device, non_blocking=True),
+            to_network(raw.images, self.mean, self.std),
+            epoch=epoch,
+            step=self.step,
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.lr(self.step) * group["scale"]
         running = [buffer for name, buffer in self.module.named_buffers() if not name.startswith(MEMORY_PREFIXES)]

@@ -3,6 +3,7 @@ import pytest
 import torch
 from literal import LiteralMemories
 
+from odcluster.clustering import kmeans as kmeans_module
 from odcluster.clustering.balance import handle_small_clusters
 from odcluster.clustering.kmeans import cluster_sums, kmeans
 from odcluster.clustering.memory import UNSEEN, CentroidsMemory, SamplesMemory, last_occurrences
@@ -88,7 +89,7 @@ def test_only_recorded_centroids_are_refreshed():
 
 def test_the_last_occurrence_of_an_image_counts():
     ids = torch.tensor([7, 3, 7, 1, 3, 7])
-    assert last_occurrences(ids).tolist() == [3, 4, 5]
+    assert last_occurrences(ids).tolist() == [5, 4, 5, 3, 4, 5]
     assert last_occurrences(torch.tensor([], dtype=torch.int64)).tolist() == []
 
 
@@ -104,6 +105,48 @@ def test_a_non_finite_feature_never_enters(bad):
     assert samples.labels[5] == labels[5]
     assert not torch.equal(samples.rows[6], rows[6])
     assert bool(samples.rows.isfinite().all())
+
+
+def test_an_update_counts_each_image_once_and_only_with_a_finite_feature():
+    rows = unit_rows(40, 4, 2)
+    labels, _ = kmeans(rows, 3)
+    samples, centroids = filled(rows, labels, 3)
+    samples.labels[8] = UNSEEN  # never seen, and now not finite either
+    centroids.counts[labels[8]] -= 1
+    centroids.sums[labels[8]] -= rows[8].double()
+    features = unit_rows(6, 4, 5)
+    features[3] = features[4, 1] = float("nan")
+    moves = samples.update(torch.tensor([5, 6, 5, 7, 8, 6]), features, centroids.centroids)
+    assert (moves.new_labels == UNSEEN).tolist() == [True, True, False, True, True, False]
+    torch.testing.assert_close(samples.rows[5], 0.5 * rows[5] + 0.5 * features[2])
+    torch.testing.assert_close(samples.rows[6], 0.5 * rows[6] + 0.5 * features[5])
+    assert samples.labels[8] == UNSEEN
+    centroids.move(moves)
+    assert int(centroids.counts.sum()) == 39
+    sums, counts = cluster_sums(samples.rows, samples.labels, 3)
+    assert torch.equal(centroids.counts, counts)
+    torch.testing.assert_close(centroids.sums, sums)
+    changed = (moves.old_labels != moves.new_labels).float()
+    assert float(moves.change_ratio()) == pytest.approx(float(changed.sum()) / 2)
+    nothing = samples.update(torch.tensor([3]), torch.full((1, 4), float("nan")), centroids.centroids)
+    assert float(nothing.change_ratio()) == 0.0
+
+
+def test_rows_are_normalised_where_they_lie(monkeypatch):
+    monkeypatch.setattr(kmeans_module, "SMALL_BLOCK", 40)  # blocks of 10 rows
+    samples = SamplesMemory(35, 4, 0.5)
+    features = 3 * unit_rows(35, 4, 1) * torch.arange(1, 36)[:, None]
+    features[4, 2], features[20] = float("inf"), 0.0
+    samples.rows.copy_(features)
+    place = samples.rows.data_ptr()
+    seen = torch.ones(35, dtype=torch.bool)
+    seen[30] = False
+    usable = samples.normalise(seen)
+    assert usable.nonzero().flatten().tolist() == [i for i in range(35) if i not in (4, 30)]
+    expected = torch.nn.functional.normalize(features, dim=1)
+    expected[[4, 30]] = 0
+    torch.testing.assert_close(samples.rows, expected)
+    assert samples.rows.data_ptr() == place
 
 
 def test_a_zero_feature_stays_finite():

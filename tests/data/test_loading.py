@@ -10,7 +10,7 @@ from tiny_runs import make_images
 from odcluster.config import Augmentation
 from odcluster.data.loading import Cache, Loader, Request, Views
 from odcluster.data.sources import open_source
-from odcluster.data.views import evaluation_view
+from odcluster.data.views import evaluation_view, whole_view
 
 AUGMENTATION = Augmentation(num_views=2, crop_size=12)
 ONE = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
@@ -73,6 +73,40 @@ def test_evaluation_views_come_in_order_and_are_the_evaluation_view(folder):
         found = list(loader.evaluation(np.arange(20), 8))
     assert torch.cat([batch.ids for batch in found]).tolist() == list(range(20))
     assert np.array_equal(found[0].images[0, 3].numpy(), evaluation_view(source.image(3), 16))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_whole_image_is_served_only_when_asked_for(workers, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 20, 30, 3), dtype=np.uint8)
+    source = open_source(pixels)
+    with Loader(source, AUGMENTATION, image_size=16, seed=1, workers=workers, normalisation=ONE) as loader:
+        whole = list(loader.evaluation(np.array([5, 1, 2]), 2, whole=True))
+        central = list(loader.evaluation(np.array([5, 1, 2]), 2))
+    assert [batch.ids.tolist() for batch in whole] == [[5, 1], [2]]
+    assert np.array_equal(whole[0].images[0, 1].numpy(), whole_view(pixels[1], 16))
+    assert np.array_equal(central[0].images[0, 1].numpy(), evaluation_view(pixels[1], 16))
+    assert not torch.equal(whole[0].images, central[0].images)
+
+
+def test_the_whole_view_of_a_large_jpeg_is_decoded_shrunk_and_of_a_cached_one_is_the_same(tmp_path):
+    import cv2
+
+    y, x = np.mgrid[0:600, 0:1000]
+    pixels = cv2.GaussianBlur(np.stack([x % 256, y % 256, (x + y) // 8 % 256], axis=2).astype(np.uint8), (0, 0), 9)
+    cv2.imwrite(str(tmp_path / "large.jpg"), pixels, [cv2.IMWRITE_JPEG_QUALITY, 95])
+    cv2.imwrite(str(tmp_path / "small.jpg"), pixels[:200, :120], [cv2.IMWRITE_JPEG_QUALITY, 95])
+    source = open_source(tmp_path)
+    cache = Cache(source, 128, 10**9)
+    cache.fill(lambda done: None)
+    assert [image is None for image in cache.images] == [True, False], "the small one is in the cache"
+    request = Request(np.array([0, 1]), None, whole=True)
+    fresh = Views(source, AUGMENTATION, 128, 0, None)[request].images[0].numpy()
+    cached = Views(source, AUGMENTATION, 128, 0, cache)[request].images[0].numpy()
+    assert np.array_equal(fresh, cached)
+    full = whole_view(source.image(0), 128)
+    assert not np.array_equal(fresh[0], full), "the scaled decode was not used"
+    assert 10 * np.log10(255**2 / np.mean((fresh[0].astype(float) - full) ** 2)) > 35
+    assert np.array_equal(fresh[1], whole_view(source.image(1), 128))
 
 
 def test_a_scaled_decode_sees_nearly_the_same(tmp_path):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from odcluster.clustering import kmeans
 from odcluster.config import Config, changed
-from odcluster.errors import DataError, UserError
+from odcluster.errors import DataError, Interrupted, UserError
 from odcluster.methods.interface import Batch
 from odcluster.methods.odc import ODC, warm_epochs
 from odcluster.models.backbones import create_backbone
@@ -23,11 +25,12 @@ class FixedSurvey:
         self.images, self.unreadable, self.calibrated = images, unreadable, 0
 
     @torch.no_grad()
-    def features(self, embed):
+    def features(self, embed, out=None):
         embed.__self__.eval()
         seen = torch.ones(len(self.images), dtype=torch.bool)
         seen[list(self.unreadable)] = False
-        return embed(self.images), seen
+        rows = embed(self.images)
+        return (rows if out is None else out.copy_(rows)), seen
 
     def calibrate(self, network, embed, num_batches):
         self.calibrated += num_batches
@@ -154,6 +157,62 @@ def test_unreadable_images_belong_to_no_cluster_until_they_are_seen():
     assert method.samples.labels[3] >= 0
     assert int(method.centroids.counts.sum()) == IMAGES - 1
     method.end_epoch(0)
+
+
+@pytest.mark.parametrize("stop", ["features", "k-means"])
+def test_an_interrupted_initialisation_leaves_the_memories_empty(stop):
+    torch.manual_seed(0)
+    method = ODC(create_backbone("smallconv", image_size=16), IMAGES, settings())
+    survey = FixedSurvey(torch.randn(IMAGES, 3, 16, 16))
+    features = survey.features
+
+    def interrupted(*arguments, **options):
+        if stop == "features":
+            features(*arguments, **options)
+        raise Interrupted("stopped as asked")
+
+    setattr(survey, "features" if stop == "features" else "poll", interrupted)
+    before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
+    with pytest.raises(Interrupted):
+        method.begin_epoch(0, survey)
+    for name, tensor in method.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+class Storages(TorchDispatchMode):
+    """Notes the size of every storage that an operation returns, by address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.sizes.append((storage.data_ptr(), storage.nbytes()))
+        return result
+
+
+def test_initialising_copies_the_table_nowhere(monkeypatch):
+    monkeypatch.setattr(kmeans, "SMALL_BLOCK", 1 << 14)
+    count, dim = 20_000, 64
+    method = ODC(create_backbone("smallconv", image_size=16), count, settings(dim=dim, clusters=50))
+    rows = torch.randn(count, dim, generator=torch.Generator().manual_seed(0))
+    table = method.samples.rows.untyped_storage()
+
+    class Given(FixedSurvey):
+        def features(self, embed, out=None):
+            assert out.data_ptr() == table.data_ptr()
+            out.copy_(rows)
+            return out, torch.arange(count) != 5  # one image could not be read
+
+    with Storages() as noted:
+        method.begin_epoch(0, Given(rows))
+        method.end_epoch(0)
+    assert method.samples.rows.data_ptr() == table.data_ptr()
+    assert max(size for address, size in noted.sizes if address != table.data_ptr()) < 0.1 * table.nbytes()
 
 
 def test_identical_images_and_too_many_clusters_are_refused_before_training():

@@ -18,6 +18,7 @@ from odcluster.data.loading import Loader
 from odcluster.data.sources import Source, open_source
 from odcluster.errors import DataError
 from odcluster.evaluation.knn import leave_one_out_knn_accuracy
+from odcluster.evaluation.subject import settle_batch_norm
 from odcluster.models.backbones import Backbone
 from odcluster.models.sobel import represent
 from odcluster.models.weights import load_backbone
@@ -25,7 +26,7 @@ from odcluster.recipes import recipe
 from odcluster.training.console import Console
 from odcluster.training.devices import StopFlag, choose_device
 from odcluster.training.run import open_run
-from odcluster.training.survey import extract, to_network
+from odcluster.training.survey import extract
 
 NEIGHBOURS = 20
 CIFAR10_PLACES = (
@@ -88,19 +89,9 @@ def judge(
     backbone = cast(Backbone, untrained.backbone)
     trained = load_backbone(run_path).to(device)
     with api.build_loader(config, source, untrained, device, quiet, StopFlag()) as loader:
-        settle_batch_norm(backbone, loader, len(source), device)
+        settle_batch_norm(backbone, loader, np.arange(min(len(source), 5000)), device, lambda *_: None)
         before = measure(backbone, loader, truth, device, "before", console)
         return before, measure(trained, loader, truth, device, "after", console)
-
-
-@torch.no_grad()
-def settle_batch_norm(backbone: Backbone, loader: Loader, num_samples: int, device: torch.device) -> None:
-    """Batch-norm statistics for random weights, so that the untrained network is not judged by its worst."""
-    mean, std = loader.normalisation_on(device)
-    backbone.train()
-    for raw in loader.evaluation(np.arange(min(num_samples, 5000)), 256):
-        if len(raw.ids) > 1:
-            represent(backbone)(to_network(raw.images[0], mean, std))
 
 
 def measure(
