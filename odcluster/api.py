@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from odcluster.config import Config, changed, fingerprint
-from odcluster.data.loading import Cache, Loader, RawBatch
+from odcluster.data.loading import Batches, Cache, Loader, RawBatch
 from odcluster.data.order import num_steps
 from odcluster.data.randomness import Purpose, permutation
 from odcluster.data.sources import FileSource, PackedSource, Source, open_source
@@ -37,6 +37,7 @@ from odcluster.recipes import recipe as recipe_of
 from odcluster.training import checkpoint
 from odcluster.training.console import Console, duration
 from odcluster.training.devices import StopFlag, choose_device, seed_torch
+from odcluster.training.frozen import FrozenViews, frozen_views
 from odcluster.training.resolve import describe, describe_warm_start, resolve, without_effect
 from odcluster.training.run import Run, RunLock, check_free, create_run, open_run
 from odcluster.training.survey import extract, to_network
@@ -169,8 +170,12 @@ def execute(
         except Interrupted as stopped:
             raise Interrupted(f"stopped before the first step: `odcluster resume {run.path}` starts it") from stopped
         with loader:
-            Trainer(method, loader, source.manifest, config, device, console, stop).run(run, found)
-            kept = kept_neighbours(config, method, loader, len(source), device, console) if config.weights else None
+            batches: Batches = loader
+            if config.fine_tuning.frozen:
+                batches = frozen_features(run, config, loader, method, len(source), device, console, stop)
+            Trainer(method, batches, source.manifest, config, device, console, stop).run(run, found)
+            trained = config.weights and not config.fine_tuning.frozen
+            kept = kept_neighbours(config, method, loader, len(source), device, console) if trained else None
         console.say(f"done in {duration(time.monotonic() - started)}: {run.path}", style="bold")
         for sentence in deliver(run, config, source, method):
             console.say(f"  {sentence}")
@@ -184,6 +189,43 @@ def execute(
                     "--freeze-stages or --layer-decay"
                 )
     return run.path
+
+
+def frozen_features(
+    run: Run,
+    config: Config,
+    loader: Loader,
+    method: Method,
+    num_samples: int,
+    device: torch.device,
+    console: Console,
+    stop: StopFlag,
+) -> FrozenViews:
+    """What the frozen backbone makes of all images and views of them: in the run directory, or made now."""
+    backbone, views = cast(Backbone, method.backbone), config.fine_tuning.cached_views
+
+    def notice(done: int) -> None:
+        stop.poll()
+        console.progress("features of the frozen backbone", done, (1 + views) * num_samples)
+
+    try:
+        return frozen_views(
+            run.path / "features",
+            loader,
+            backbone,
+            num_samples=num_samples,
+            num_features=backbone.num_features,
+            num_cached=views,
+            num_views=config.augmentation.num_views,
+            seed=config.seed,
+            device=device,
+            identity=fingerprint(config),
+            progress=notice,
+        )
+    except Interrupted as stopped:
+        raise Interrupted(
+            f"stopped, the features made so far are kept: `odcluster resume {run.path}` goes on"
+        ) from stopped
 
 
 def build_method(
@@ -200,7 +242,7 @@ def build_method(
         backbone = new_backbone(config, found.state["stem"])
         mean, std = map(tuple, found.state["normalisation"])
         backbone.set_normalisation(mean, std)
-        freeze_stages(backbone, config.fine_tuning.freeze_stages)
+        freeze(backbone, config)
     method = METHODS[config.method](backbone, num_samples, config)
     if config.running.compile:
         backbone.compile()
@@ -219,8 +261,16 @@ def build_backbone(config: Config, console: Console) -> Backbone:
     if config.weights:
         report = load_backbone_weights(backbone, config.weights, min_matched=config.fine_tuning.min_matched)
         console.say(report.text())
-    freeze_stages(backbone, config.fine_tuning.freeze_stages)
+    freeze(backbone, config)
     return backbone
+
+
+def freeze(backbone: Backbone, config: Config) -> None:
+    """The stages that are not trained: those asked for, or all of them."""
+    frozen = config.fine_tuning.frozen
+    freeze_stages(backbone, len(backbone.stage_names) if frozen else config.fine_tuning.freeze_stages)
+    if frozen:
+        backbone.requires_grad_(False)
 
 
 def new_backbone(config: Config, stem: Literal["auto", "standard", "small"]) -> Backbone:
@@ -272,7 +322,9 @@ def build_loader(
     assert config.image_size is not None
     assert config.workers is not None
     backbone = cast(Backbone, method.backbone)
-    cache = None
+    cache, augmentation = None, config.augmentation
+    if config.fine_tuning.frozen:
+        augmentation = dataclasses.replace(augmentation, num_views=config.fine_tuning.cached_views)
     if isinstance(source, FileSource | PackedSource) and config.running.cache_gb > 0:
         size = min(config.image_size, config.augmentation.crop_size or config.image_size)
         cache = Cache(source, size, int(config.running.cache_gb * 1e9))
@@ -284,7 +336,7 @@ def build_loader(
         cache.fill(notice)
     return Loader(
         source,
-        config.augmentation,
+        augmentation,
         image_size=config.image_size,
         seed=config.seed,
         workers=config.workers,

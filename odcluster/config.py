@@ -80,8 +80,15 @@ class Clustering:
     """A cluster with at most this many members is small: it is dissolved and the largest cluster is split."""
     kmeans_iterations: int = 20
     """Lloyd iterations of the initial clustering."""
+    kmeans_restarts: int = 1
+    """The best of this many initial clusterings is taken."""
     calibration_batches: int = 0
     """Training-mode batches that settle the batch-norm statistics before the initial clustering."""
+    neighbours: int = 0
+    """Learn the label of one of this many nearest neighbours, drawn anew each time, instead of the own; 0: the own.
+    Only with --frozen, where it is known from the start who is near whom."""
+    final_pass: bool = False
+    """At the end, label every image by its evaluation view, so that `odcluster assign` gives it the same cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +101,11 @@ class WarmStart:
     """Learning rate of that phase (cosine to 0)."""
     warm_weight_decay: float = 5e-4
     """Weight decay of that phase."""
+    fine_share: float = 0.0
+    """Share of all epochs in which features are learned with many fine clusters, before the final ones are made; 0 is
+    none."""
+    fine_clusters: int | None = None
+    """How many fine clusters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,14 +134,21 @@ class FineTuning:
     """The first n stages of the backbone are not trained."""
     layer_decay: float = 1.0
     """Each stage before the last learns slower by this factor (0.7, say); 1 trains all alike."""
+    frozen: bool | None = None
+    """Leave the backbone as it is and train the neck alone, on features that are computed once: minutes instead of
+    hours."""
+    cached_views: int = 4
+    """With --frozen, how many views of every image are computed, besides the image itself."""
     min_matched: float = 0.9
     """Refuse weights in which less than this share of the backbone's tensors is found."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimiser:
-    """SGD, its schedule, and how the images of a step are drawn."""
+    """The optimiser, its schedule, and how the images of a step are drawn."""
 
+    algorithm: Literal["sgd", "adamw"] = "sgd"
+    """sgd: with momentum, as in the paper. adamw: learns faster in few steps."""
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
     classifier_momentum: float = 0.0
@@ -257,7 +276,12 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "update_interval": (1, math.inf),
     "small_cluster": (0, math.inf),
     "kmeans_iterations": (1, math.inf),
+    "kmeans_restarts": (1, 1000),
     "calibration_batches": (0, math.inf),
+    "neighbours": (0, 1000),
+    "fine_share": (0, 1),
+    "fine_clusters": (1, math.inf),
+    "cached_views": (1, 100),
     "warm_share": (0, 1),
     "warm_lr": (LEAST, 1e6),
     "warm_weight_decay": (0, 1),
@@ -352,6 +376,66 @@ class Evaluation:
     """Processes that prepare images. 0: none besides the main one."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, mps ..."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assigning:
+    """Clusters of new images, by a trained run."""
+
+    out: str | None = None
+    """The table to write, .csv or .parquet: path, cluster, name, confidence, distance. Not given:
+    RUN/assigned/NAME.csv."""
+    batch_size: int = 64
+    """Images per forward pass."""
+    workers: int | None = None
+    """Processes that read images. Not given: chosen for the device. 0: none besides the main one."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps ..."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedding:
+    """Features of images, without any training."""
+
+    out: str | None = None
+    """A folder or a .npy file (features as a NumPy array, and a CSV of the images beside it), or a .parquet file that
+    Embedding Atlas opens. Not given: a folder in RUN/embeddings, or in embeddings/ here."""
+    weights: str | None = None
+    """Where X is a backbone's name: its weights, as a file, a run, or `timm` / `timm:TAG` (downloads). Not given: none,
+    X brings them."""
+    untrained: bool = False
+    """X is a backbone's name and its weights are random."""
+    backbone: str | None = None
+    """The architecture of a weights file that does not say it. Not given: as the weights say."""
+    image_size: int | None = None
+    """Side in pixels at which images are seen. Not given: as the backbone was trained, else 224, less for small
+    images."""
+    layer: str = "features"
+    """features: the backbone's vector. Else the name of a stage (res4, conv5, stage2 ...), pooled."""
+    seed: int = 0
+    """Of random weights."""
+    batch_size: int = 64
+    """Images per forward pass."""
+    workers: int | None = None
+    """Processes that read images. Not given: chosen for the device. 0: none besides the main one."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, mps ..."""
+
+
+Format = Literal["csv", "parquet", "folders", "timm", "onnx", "projector", "coco", "fiftyone"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exporting:
+    """Clusters, as people corrected them, and weights, for other programs."""
+
+    to: Format
+    """csv, parquet: which image is where. folders: a folder of images per cluster. timm: weights that plain timm loads.
+    onnx: the backbone for any runtime. projector: TensorBoard's embedding projector. coco, fiftyone: labels as JSON."""
+    out: str | None = None
+    """Where it goes: a file or a folder that does not exist yet. Not given: RUN/export/..."""
+    mode: Literal["copy", "hardlink", "symlink"] = "copy"
+    """How images get into folders. Hard links take no space, but are the very files: do not edit them."""
 
 
 GROUPS: dict[str, Any] = {

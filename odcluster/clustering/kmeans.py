@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -281,3 +282,21 @@ def kmeans(
         drift = (means - centroids).norm(dim=1)
         centroids = means
     return assignment.labels, centroids
+
+
+def best_kmeans(
+    rows: Tensor, num_clusters: int, *, restarts: int, seed: int = 0, usable: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The clustering with the smallest squared distances of several, each from another start; the first is k-means'."""
+    best, found = torch.inf, None
+    for attempt in range(max(1, restarts)):
+        num_usable = len(rows) if usable is None else int(usable.sum())
+        start = torch.from_numpy(permutation(seed, attempt, num_usable, Purpose.KMEANS)[:num_clusters]).to(rows.device)
+        start = start if usable is None else usable.nonzero().flatten()[start]
+        labels, centroids = kmeans(rows, num_clusters, start=start, usable=usable, **options)
+        distances = own_distances(rows, centroids, labels)
+        cost = float(distances.where(labels >= 0, 0.0).sum())
+        if cost < best:
+            best, found = cost, (labels, centroids)
+    assert found is not None, "k-means needs finite rows"
+    return found

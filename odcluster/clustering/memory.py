@@ -149,6 +149,27 @@ class CentroidsMemory(nn.Module):
         self.centroids.copy_(sums / counts[:, None])
         self.recorded.zero_()
 
+    def resize(self, num_clusters: int) -> None:
+        """Room for another number of clusters; all of it empty."""
+        for name, buffer in list(self.named_buffers()):
+            setattr(self, name, buffer.new_zeros((num_clusters, *buffer.shape[1:])))
+
+    @torch.no_grad()
+    def relabel(self, samples: SamplesMemory, seen: Tensor) -> None:
+        """Label all seen rows by the centroids as they are; sums and counts follow, a cluster may end up empty."""
+        nearest, _, _ = nearest_centroids(samples.rows, self.centroids)
+        samples.labels.copy_(torch.where(seen, nearest, samples.labels))
+        sums, counts = cluster_sums(samples.rows, samples.labels, len(self.counts))
+        self.sums.copy_(sums)
+        self.counts.copy_(counts)
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):  # type: ignore[no-untyped-def]
+        # A run that makes fine clusters first has another number of them than its configuration says.
+        stored = state_dict.get(f"{prefix}counts")
+        if stored is not None and len(stored) != len(self.counts):
+            self.resize(len(stored))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         # Devices without float64 keep their sums in float32: convert before the move, which would fail.
         device = fn(torch.empty(0)).device

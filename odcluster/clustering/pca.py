@@ -1,4 +1,4 @@
-"""PCA with whitening, as DeepCluster prepares features for k-means (Caron et al. 2018, section 4).
+"""PCA, and PCA with whitening as DeepCluster prepares features for k-means (Caron et al. 2018, section 4).
 
 Promises: rows leave with mean 0 and, in every direction that carries more than rounding, variance 1; the same bits for
 the same rows on one machine; memory beside rows and result is one block and a D x D matrix, at any N. Leaves to others:
@@ -16,22 +16,36 @@ from odcluster.clustering.kmeans import BLOCK, accumulator_dtype
 @torch.no_grad()
 def pca_whiten(rows: Tensor, dim: int) -> Tensor:
     """Project rows [N, D] on their first principal components, each scaled to variance 1: [N, min(dim, D, N - 1)]."""
-    num_rows, width = rows.shape
-    if num_rows < 2 or dim < 1:
-        raise ValueError(f"{num_rows} row(s) in {dim} dimension(s) have no variance; pass at least 2 rows and dim 1")
-    block_size = max(1, BLOCK // width)
-    blocks = rows.split(block_size)
-    mean, covariance = mean_and_covariance(blocks)
-    components, variances = principal_components(covariance, min(dim, width, num_rows - 1))
+    mean, covariance, components, variances = _components(rows, dim)
     # float32 rows carry a rounding error of about eps |x|: a direction with less variance than that is made of it
     # (dead channels, few distinct rows) and is not blown up to 1, but stays near 0.
     power = float(covariance.trace() + mean.square().sum())  # mean of |x|^2
     floor = max(torch.finfo(torch.float32).eps ** 2 * power, torch.finfo(torch.float32).tiny)
-    projection = (components * variances.clamp(min=floor).rsqrt()).to(mean)  # [D, dim]
-    whitened = rows.new_empty((num_rows, projection.shape[1]))
-    for block, target in zip(blocks, whitened.split(block_size), strict=True):
+    return _project(rows, mean, components * variances.clamp(min=floor).rsqrt())
+
+
+@torch.no_grad()
+def pca(rows: Tensor, dim: int) -> Tensor:
+    """Project rows [N, D] on their first principal components as they are: [N, min(dim, D, N - 1)]."""
+    mean, _, components, _ = _components(rows, dim)
+    return _project(rows, mean, components)
+
+
+def _components(rows: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_rows, width = rows.shape
+    if num_rows < 2 or dim < 1:
+        raise ValueError(f"{num_rows} row(s) in {dim} dimension(s) have no variance; pass at least 2 rows and dim 1")
+    mean, covariance = mean_and_covariance(rows.split(max(1, BLOCK // width)))
+    return mean, covariance, *principal_components(covariance, min(dim, width, num_rows - 1))
+
+
+def _project(rows: Tensor, mean: Tensor, projection: Tensor) -> Tensor:
+    """(rows - mean) @ projection [D, dim], block by block."""
+    size, projection = max(1, BLOCK // rows.shape[1]), projection.to(mean)
+    projected = rows.new_empty((len(rows), projection.shape[1]))
+    for block, target in zip(rows.split(size), projected.split(size), strict=True):
         target.copy_((block.to(mean.dtype) - mean) @ projection)
-    return whitened
+    return projected
 
 
 def mean_and_covariance(blocks: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

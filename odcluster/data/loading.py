@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import cv2
 import numpy as np
@@ -179,6 +179,16 @@ class Views(Dataset[RawBatch]):
         if self.cache is not None and (cached := self.cache.images[i]) is not None:
             return cached
         return self.source.stored(i)
+
+
+class Batches(Protocol):
+    """Where a training gets its batches from: a `Loader` of images, or features of a frozen backbone."""
+
+    def normalisation_on(self, device: torch.device) -> tuple[Tensor, Tensor]: ...
+
+    def training(self, epoch: int, batches: Iterable[Ids]) -> Iterator[RawBatch]: ...
+
+    def evaluation(self, ids: Ids, batch_size: int, whole: bool = False) -> Iterator[RawBatch]: ...
 
 
 class Loader:

@@ -30,6 +30,7 @@ class Purpose(IntEnum):
     STEP = 7
     WEIGHTS = 8
     PRETEXT = 9
+    NEIGHBOUR = 10
 
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -118,6 +118,9 @@ class DeepCluster(nn.Module):
     def end_epoch(self, epoch: int) -> None:
         return None
 
+    def finish(self, survey: Survey) -> None:
+        return None
+
     def health(self) -> Mapping[str, float]:
         counts = self.samples.counts
         return {"smallest": float(counts.min()), "largest": float(counts.max())}

@@ -82,4 +82,7 @@ class Method(Protocol):
 
     def end_epoch(self, epoch: int) -> None: ...
 
+    def finish(self, survey: Survey) -> None:
+        """After the last step; done again if the run was killed before its last checkpoint."""
+
     def health(self) -> Mapping[str, float]: ...

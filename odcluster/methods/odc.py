@@ -5,30 +5,41 @@ samples memory and new labels -> every k-th: recorded centroids -> small cluster
 sizes at all times.
 
 Beyond the paper, each off in its recipes: a rotation warm start before the first clusters, several views of an image
-whose average enters the memory, and the centroids memory itself as the classifier (`prototypes`).
+whose average enters the memory, the centroids memory itself as the classifier (`prototypes`), many fine clusters before
+the final ones, and, where the backbone is frozen, labels learned from nearest neighbours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from odcluster.clustering.balance import check_room, handle_small_clusters, loss_weights
-from odcluster.clustering.kmeans import kmeans, own_distances
+from odcluster.clustering.kmeans import best_kmeans, own_distances
 from odcluster.clustering.memory import UNSEEN, CentroidsMemory, SamplesMemory
+from odcluster.clustering.neighbours import nearest_neighbours
+from odcluster.clustering.pca import pca
 from odcluster.config import Config
+from odcluster.data.randomness import Purpose, uniforms
 from odcluster.errors import DataError
 from odcluster.methods.interface import Batch, Outcome, Phase, Survey
 from odcluster.methods.rotation import one_turn_each
 from odcluster.models.backbones import Backbone
 from odcluster.models.heads import LinearClassifier, Neck, RotationHead, l2_normalise, prototype_logits
 
+FROZEN_DIM = 128
+"""Features of a frozen backbone are compared in this many principal components."""
+
 
 class ODC(nn.Module):
     """Backbone, neck and classifier; samples memory and centroids memory."""
+
+    neighbours: Tensor
 
     def __init__(self, backbone: Backbone, num_samples: int, config: Config) -> None:
         super().__init__()
@@ -36,60 +47,78 @@ class ODC(nn.Module):
         assert config.dim is not None, "the configuration is not resolved"
         self.config = config
         self.backbone = backbone
-        self.neck = Neck(backbone.num_features, config.head, config.dim)
+        self.frozen = bool(config.fine_tuning.frozen)
+        self.neck = Neck(backbone.num_features, config.head, config.dim, input_norm=self.frozen)
         linear = config.head.classifier == "linear"
         self.classifier = LinearClassifier(config.dim, config.clusters) if linear else None
-        self.warm_epochs = warm_epochs(config)
+        self.warm_epochs, self.fine_epochs = warm_epochs(config), fine_epochs(config)
         self.rotation_head = RotationHead(backbone.num_features) if self.warm_epochs else None
         self.samples = SamplesMemory(num_samples, config.dim, config.clustering.memory_momentum)
         self.centroids = CentroidsMemory(config.clusters, config.dim)
+        if self.frozen and config.clustering.neighbours:
+            self.register_buffer("neighbours", torch.zeros(num_samples, config.clustering.neighbours, dtype=torch.int64))
 
     def phases(self) -> list[Phase]:
         config, warm, optimiser = self.config, self.config.warm_start, self.config.optimiser
         assert config.epochs is not None
         assert config.lr is not None
+        common = (config.lr, optimiser.weight_decay, optimiser.schedule, optimiser.warmup_epochs)
         phases = [
-            Phase(
-                "odc",
-                config.epochs - self.warm_epochs,
-                config.lr,
-                optimiser.weight_decay,
-                optimiser.schedule,
-                optimiser.warmup_epochs,
-            )
+            Phase("rotation", self.warm_epochs, warm.warm_lr, warm.warm_weight_decay, "cosine"),
+            Phase("fine clusters", self.fine_epochs, *common),
+            Phase("odc", config.epochs - self.warm_epochs - self.fine_epochs, *common),
         ]
-        if self.warm_epochs:
-            phases.insert(0, Phase("rotation", self.warm_epochs, warm.warm_lr, warm.warm_weight_decay, "cosine"))
-        return phases
+        return [phase for phase in phases if phase.epochs]
 
     def begin_epoch(self, epoch: int, survey: Survey) -> Mapping[str, float]:
-        """Step 0: both memories from k-means on the features of all images, once."""
-        if epoch != self.warm_epochs:
+        """Step 0: both memories from k-means on the features of all images; once more after fine clusters."""
+        first, settings = epoch == self.warm_epochs, self.config.clustering
+        if not first and epoch != self.warm_epochs + self.fine_epochs:
             return {}
-        new = self if self.config.weights is None else self.neck  # statistics that came with weights are good ones
-        survey.calibrate(new, self.embed, self.config.clustering.calibration_batches)
+        if first:
+            new = self if self.config.weights is None else self.neck  # statistics that came with weights are good ones
+            survey.calibrate(new, self.embed, settings.calibration_batches)
+        num_clusters = self.config.clusters if epoch >= self.warm_epochs + self.fine_epochs else self.config.warm_start.fine_clusters
+        assert num_clusters is not None, "the configuration is not resolved"
         try:
             _, seen = survey.features(self.embed, out=self.samples.rows)
-            self.samples.labels.copy_(self.first_labels(self.samples.normalise(seen), survey))
+            usable = self.samples.normalise(seen)
+            rows = self.frozen_rows(survey, usable) if first and self.frozen else self.samples.rows
+            labels = self.first_labels(rows, usable, num_clusters, survey)
         except BaseException:
-            self.samples.rows.zero_()  # stopped or refused: as if it had not begun
+            self.samples.rows.zero_()  # stopped or refused: all of this is done again
             raise
+        self.samples.labels.copy_(labels)
+        self.centroids.resize(num_clusters)
         self.centroids.fill(self.samples)
         handled = self.handle_small_clusters(step=-1)
         return {"initial_small_clusters": handled, **self.health()}
 
-    def first_labels(self, usable: Tensor, survey: Survey) -> Tensor:
-        """k-means on the rows of the samples memory where they lie; images that are not usable have no label."""
-        rows, settings = self.samples.rows, self.config.clustering
-        num_clusters, iterations = len(self.centroids.counts), settings.kmeans_iterations
+    def frozen_rows(self, survey: Survey, usable: Tensor) -> Tensor:
+        """What the frozen backbone itself says of all images: better first clusters than a random neck's, and who is
+        near whom.
+        """
+        features, _ = survey.features(lambda features: features)
+        rows = l2_normalise(pca(features, FROZEN_DIM))
+        rows[~usable] = 0
+        if (k := self.config.clustering.neighbours) and int(usable.sum()) > 1:
+            poll = partial(survey.poll, "nearest neighbours", total=len(rows))
+            self.neighbours.copy_(nearest_neighbours(rows, k, usable=usable, poll=poll))
+        return rows
+
+    def first_labels(self, rows: Tensor, usable: Tensor, num_clusters: int, survey: Survey) -> Tensor:
+        """k-means on the rows where they lie; images that are not usable have no label."""
+        settings = self.config.clustering
+        iterations = settings.kmeans_iterations
         if num_clusters > 1 and all_alike(rows, usable):
             raise DataError("all images give the same feature, so there is nothing to cluster; are they all identical?")
-        check_room(int(usable.sum()), num_clusters, settings.small_cluster or 0)
-        labels, _ = kmeans(
+        check_room(int(usable.sum()), num_clusters, self.small(num_clusters))
+        labels, _ = best_kmeans(
             rows,
             num_clusters,
             iterations=iterations,
             seed=self.config.seed,
+            restarts=settings.kmeans_restarts,
             usable=None if bool(usable.all()) else usable,
             poll=lambda iteration: survey.poll("k-means", iteration, iterations),
         )
@@ -103,7 +132,11 @@ class ODC(nn.Module):
         return []
 
     def embed(self, images: Tensor) -> Tensor:
-        """F = neck(backbone(x)), the feature that is clustered."""
+        """F = neck(backbone(x)), the feature that is clustered; of a frozen backbone, x is its feature already."""
+        return self.neck(images if self.frozen else self.backbone(images))
+
+    def embed_images(self, images: Tensor) -> Tensor:
+        """F of images, frozen backbone or not."""
         return self.neck(self.backbone(images))
 
     def forward(self, batch: Batch) -> Outcome:
@@ -113,11 +146,19 @@ class ODC(nn.Module):
             turned, quarters = one_turn_each(views)
             return Outcome(functional.cross_entropy(self.rotation_head(self.backbone(turned)).float(), quarters))
         features = self.embed(views).float()  # [V B, D]
-        labels = self.samples.labels[batch.ids].repeat(len(batch.images))  # as they stood before this step
+        labels = torch.cat([self.labels_to_learn(batch, view) for view in range(len(batch.images))])
         weights = loss_weights(self.centroids.counts)
         loss = weighted_cross_entropy(self.logits(features), labels, weights)
         averaged = l2_normalise(features.detach()).unflatten(0, batch.images.shape[:2]).mean(dim=0)  # [B, D]
         return Outcome(loss, averaged)
+
+    def labels_to_learn(self, batch: Batch, view: int) -> Tensor:
+        """The images' own labels as they stood before this step, or those of a neighbour of each."""
+        ids = batch.ids
+        if self.frozen and (k := self.config.clustering.neighbours):
+            draws = uniforms(self.config.seed, Purpose.NEIGHBOUR, batch.epoch, ids.cpu().numpy(), view, 1)[:, 0]
+            ids = self.neighbours[ids, torch.from_numpy((draws * k).astype(np.int64)).to(ids.device)]
+        return self.samples.labels[ids]
 
     def logits(self, features: Tensor) -> Tensor:
         if self.classifier is not None:
@@ -135,13 +176,26 @@ class ODC(nn.Module):
         return {"change": moves.change_ratio(), "small_clusters": float(handled)}
 
     def handle_small_clusters(self, step: int) -> int:
+        threshold = self.small(len(self.centroids.counts))
+        return handle_small_clusters(self.samples, self.centroids, threshold, seed=self.config.seed, step=step + 1)
+
+    def small(self, num_clusters: int) -> int:
+        """At most this many members make a cluster small; fine clusters are smaller to begin with."""
         threshold = self.config.clustering.small_cluster
         assert threshold is not None, "the configuration is not resolved"
-        return handle_small_clusters(self.samples, self.centroids, threshold, seed=self.config.seed, step=step + 1)
+        fine = num_clusters != self.config.clusters
+        return min(threshold, len(self.samples.labels) // num_clusters // 4) if fine else threshold
 
     def end_epoch(self, epoch: int) -> None:
         if epoch >= self.warm_epochs:
             self.centroids.rebuild(self.samples)
+
+    def finish(self, survey: Survey) -> None:
+        """Every image's row and label from its evaluation view, as `odcluster assign` sees it."""
+        if not self.config.clustering.final_pass or not bool(self.centroids.counts.any()):
+            return
+        _, seen = survey.features(self.embed, out=self.samples.rows)
+        self.centroids.relabel(self.samples, self.samples.normalise(seen))
 
     def health(self) -> Mapping[str, float]:
         counts = self.centroids.counts
@@ -154,6 +208,12 @@ def warm_epochs(config: Config) -> int:
     """Epochs of the rotation warm start; clustering always has at least one epoch."""
     assert config.epochs is not None
     return min(round(config.warm_start.warm_share * config.epochs), config.epochs - 1)
+
+
+def fine_epochs(config: Config) -> int:
+    """Epochs with fine clusters; the final ones always have at least one epoch."""
+    assert config.epochs is not None
+    return min(round(config.warm_start.fine_share * config.epochs), config.epochs - 1 - warm_epochs(config))
 
 
 def all_alike(rows: Tensor, usable: Tensor) -> bool:

@@ -39,6 +39,9 @@ class Pretext(nn.Module):
     def end_epoch(self, epoch: int) -> None:
         return None
 
+    def finish(self, survey: Survey) -> None:
+        return None
+
     def health(self) -> Mapping[str, float]:
         return {}
 

@@ -336,6 +336,12 @@ def fixed_size_step(name: str) -> int | None:
     return int(patch[1]) if patch else 32
 
 
+def usual_image_size(name: str) -> int:
+    """The side at which timm's weights of that name were trained; 0 where it does not say."""
+    settings = None if name in OWN_NETWORKS else timm.get_pretrained_cfg(name)
+    return 0 if settings is None else int(settings.input_size[-1])
+
+
 def freeze_stages(backbone: Backbone, num_stages: int) -> None:
     """Freeze the first `num_stages` stages: no gradient, and evaluation mode even while the rest trains."""
     if num_stages == 0:

@@ -15,8 +15,10 @@ from odcluster.config import Head
 class Neck(nn.Module):
     """fc - bn - relu - dropout - fc (- relu): from backbone features [B, in_features] to [B, dim]."""
 
-    def __init__(self, in_features: int, head: Head, dim: int) -> None:
+    def __init__(self, in_features: int, head: Head, dim: int, *, input_norm: bool = False) -> None:
         super().__init__()
+        # Features of a frozen backbone differ in scale and do not adapt to the neck.
+        self.input_norm = nn.BatchNorm1d(in_features, affine=False) if input_norm else nn.Identity()
         self.fc1 = nn.Linear(in_features, head.hidden)
         if head.neck_norm == "paper":
             self.bn = nn.BatchNorm1d(head.hidden, affine=False, momentum=0.001)
@@ -30,7 +32,7 @@ class Neck(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.bn(self.fc1(x)))
+        x = torch.relu(self.bn(self.fc1(self.input_norm(x))))
         x = self.fc2(self.dropout(x))
         return torch.relu(x) if self.final_relu else x
 

@@ -15,7 +15,7 @@ from odcluster.data.order import num_steps
 from odcluster.data.sources import Source
 from odcluster.errors import DataError, ImageRefused, UserError
 from odcluster.methods.odc import warm_epochs
-from odcluster.models.backbones import fixed_size_step
+from odcluster.models.backbones import fixed_size_step, usual_image_size
 from odcluster.models.weights import describe_weights
 from odcluster.recipes import recipe
 from odcluster.training.devices import has_bfloat16
@@ -24,6 +24,10 @@ SMALL_IMAGE = 64
 """Images up to this side are used as they are; larger ones are photos."""
 IMAGES_TO_SEE = 400_000
 """Without --epochs or --minutes, small data is seen until about this many images have passed."""
+FROZEN_IMAGES = 150_000
+"""The same where only the neck is trained."""
+FEW_IMAGES = 50_000
+"""Below this, a backbone with weights stays as it is."""
 
 
 def resolve(config: Config, source: Source, device: torch.device) -> tuple[Config, list[tuple[str, Any, str]]]:
@@ -40,10 +44,19 @@ def resolve(config: Config, source: Source, device: torch.device) -> tuple[Confi
         raise UserError("there is only one image; at least two are needed to learn from")
     if config.backbone is None and config.weights and (described := describe_weights(config.weights)):
         choose("backbone", described["architecture"], "that of the weights")
+    if config.fine_tuning.frozen and (config.weights is None or config.method != "odc"):
+        raise UserError("--frozen True is for ODC from weights that know something: give --weights, or leave it out")
+    if config.fine_tuning.frozen is None:
+        if config.weights and config.method == "odc":
+            choose("frozen", *choose_frozen(config, count, device))
+        else:
+            config = changed(config, frozen=False)
     step = fixed_size_step(config.backbone) if config.backbone is not None else None
     if config.image_size is None:
         chosen_size, reason = choose_image_size(source, device)
-        if step is not None:
+        if config.fine_tuning.frozen and (expected := expected_size(config)) > chosen_size:
+            chosen_size, reason = expected, "what the weights were trained at: features are best there"
+        elif step is not None:
             chosen_size, reason = (
                 max(step, chosen_size // step * step),
                 f"{reason}; a multiple of {step} for {config.backbone}",
@@ -76,8 +89,21 @@ def resolve(config: Config, source: Source, device: torch.device) -> tuple[Confi
             )
         assert config.clustering.small_cluster is not None
         check_room(count, config.clusters, config.clustering.small_cluster)
+        if config.warm_start.fine_share > 0 and config.warm_start.fine_clusters is None:
+            fine, reason = choose_fine_clusters(config, count)
+            if fine < 2 * config.clusters:  # not finer than the final ones
+                config = changed(config, fine_share=0.0)
+            else:
+                choose("fine_clusters", fine, reason)
+        if config.warm_start.fine_share > 0 and config.head.classifier == "linear":
+            raise UserError("fine clusters need --classifier prototypes: a linear classifier has a fixed number")
     if config.dim is None:
         choose("dim", 256, "as in the paper")
+    if config.lr is None and config.weights and config.method == "odc":
+        if config.fine_tuning.frozen:
+            choose("lr", 0.02, "for a neck on frozen features")
+        else:
+            choose("lr", 0.002, "low: the weights mean something")
     if config.lr is None:
         choose("lr", 0.05, "usual for SGD at this batch size")
     if config.batch_size is None:
@@ -92,6 +118,10 @@ def resolve(config: Config, source: Source, device: torch.device) -> tuple[Confi
     steps = num_steps(count, config.batch_size)
     if config.max_steps is not None and (config.epochs is None or config.max_steps <= config.epochs * steps):
         choose("epochs", -(-config.max_steps // steps), f"{config.max_steps} steps at {steps} steps per epoch")
+    elif config.epochs is None and config.fine_tuning.frozen:
+        config = changed(config, minutes=None)
+        epochs = max(10, min(60, FROZEN_IMAGES // count))
+        choose("epochs", epochs, "features are computed once; training on them takes little time")
     elif config.epochs is None and config.minutes is None and size > SMALL_IMAGE and device.type == "cpu":
         choose("minutes", 30.0, "photos on a CPU take long; give --minutes or --epochs for more")
     elif config.epochs is None and config.minutes is None:
@@ -106,6 +136,28 @@ def resolve(config: Config, source: Source, device: torch.device) -> tuple[Confi
     if config.device == "auto":
         choose("device", str(device), "the best there is here")
     return config, chosen
+
+
+def choose_frozen(config: Config, count: int, device: torch.device) -> tuple[bool, str]:
+    """Whether the backbone stays as it is: wherever weights bring good features and training them is not worth it."""
+    if device.type == "cpu":
+        return True, "on a CPU: the features of the weights are computed once, ODC trains the neck on them"
+    if count < FEW_IMAGES:
+        return True, f"{count:,} images are few to train a backbone that knows something"
+    return False, f"{count:,} images on {device.type}: all of the backbone is trained"
+
+
+def choose_fine_clusters(config: Config, count: int) -> tuple[int, str]:
+    share = 50 if config.fine_tuning.frozen else 10
+    return max(1, min(10_000, count // share)), f"one per {share} images, at most 10,000, to learn features with"
+
+
+def expected_size(config: Config) -> int:
+    """The side at which the weights were trained, 0 where it is not known."""
+    assert config.weights is not None
+    if described := describe_weights(config.weights):
+        return int(described["image_size"])
+    return usual_image_size(config.backbone) if config.backbone is not None else 0
 
 
 def choose_image_size(source: Source, device: torch.device) -> tuple[int, str]:
@@ -154,6 +206,11 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
     "small_cluster": ("odc",),
     "kmeans_iterations": ("odc", "deepcluster"),
     "calibration_batches": ("odc",),
+    "kmeans_restarts": ("odc",),
+    "neighbours": ("odc",),
+    "final_pass": ("odc",),
+    "fine_share": ("odc",),
+    "fine_clusters": ("odc",),
     "warm_share": ("odc",),
     "warm_lr": ("odc",),
     "warm_weight_decay": ("odc",),

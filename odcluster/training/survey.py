@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from odcluster.data.loading import Loader, RawBatch
+from odcluster.data.loading import Batches, RawBatch
 from odcluster.data.order import batch_ids, epoch_order
 from odcluster.errors import DataError
 
@@ -22,7 +22,12 @@ CHUNK = 256
 
 
 def to_network(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """uint8 [..., H, W, 3] to normalised float [..., 3, H, W] on the device of `mean`; channels stay last in memory."""
+    """uint8 [..., H, W, 3] to normalised float [..., 3, H, W] on the device of `mean`; channels stay last in memory.
+
+    Features of a frozen backbone, which are floats already, only move to the device.
+    """
+    if images.is_floating_point():
+        return images.to(mean.device, non_blocking=True).float()
     moved = images.to(mean.device, non_blocking=True).float()
     return ((moved / 255 - mean) / std).movedim(-1, -3)
 
@@ -30,7 +35,7 @@ def to_network(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 @torch.no_grad()
 def extract(
     embed: Callable[[Tensor], Tensor],
-    loader: Loader,
+    loader: Batches,
     ids: NDArray[np.int64],
     device: torch.device,
     notice: Callable[[RawBatch, int], None],

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from odcluster.config import Config, fingerprint
-from odcluster.data.loading import Loader, RawBatch
+from odcluster.data.loading import Batches, RawBatch
 from odcluster.data.order import batch_ids, epoch_order, num_steps
 from odcluster.data.randomness import Purpose
 from odcluster.data.sources import Manifest
@@ -36,6 +36,10 @@ MEMORY_PREFIXES = ("samples.", "centroids.")
 """Buffers of the method that go into memory.safetensors; everything else is the model."""
 MOST_SKIPS = 3
 """This many non-finite steps in a row end the run."""
+SIZE_RECORDS = 50
+"""Cluster sizes are on record about this often in a run."""
+MOST_RECORDED = 100_000
+"""Sizes of more clusters than this are not recorded: metrics.jsonl is not the place for them."""
 
 
 class Trainer:
@@ -44,7 +48,7 @@ class Trainer:
     def __init__(
         self,
         method: Method,
-        loader: Loader,
+        loader: Batches,
         manifest: Manifest,
         config: Config,
         device: torch.device,
@@ -65,6 +69,7 @@ class Trainer:
         self.mean, self.std = loader.normalisation_on(device)
         self.step = 0
         self.begun = False  # whether begin_epoch has been done for the epoch of this step
+        self.finished = False
         self.skips = 0
         self.refused: dict[int, str] = {}
         self.window = Window()
@@ -86,6 +91,9 @@ class Trainer:
         try:
             while self.step < self.schedule.total_steps:
                 self._epoch()
+            if not self.finished:
+                self.method.finish(DataSurvey(self, self.config.epochs or 0))
+                self.finished = True
             self.save(last=True)
         except Interrupted as stopped:
             self.save(last=True)
@@ -100,6 +108,7 @@ class Trainer:
         backbone = cast(Backbone, self.method.backbone)
         state = {
             "begun": self.begun,
+            "finished": self.finished,
             "skips": self.skips,
             "refused": self.refused,
             "window": self.window.state(),
@@ -140,6 +149,7 @@ class Trainer:
     def _restore(self, start: checkpoint.Checkpoint) -> None:
         state = start.state
         self.step, self.begun, self.skips = state["step"], state["begun"], state["skips"]
+        self.finished = state.get("finished", False)
         self.refused = {int(key): reason for key, reason in state["refused"].items()}
         self.window = Window(state["window"])
         self.warned = set(state["warned"])
@@ -150,7 +160,8 @@ class Trainer:
             parameters = dict(self.module.named_parameters())
             for key, value in start.tensors["optimizer"].items():
                 name, _, entry = key.rpartition(".")
-                self.optimizer.state[parameters[name]][entry] = value.to(self.device)
+                where = "cpu" if entry == "step" else self.device  # AdamW counts its steps on the CPU
+                self.optimizer.state[parameters[name]][entry] = value.to(where)
 
     # One epoch, one step ------------------------------------------------------------
 
@@ -175,6 +186,8 @@ class Trainer:
             if self.step % self.schedule.steps_per_epoch == 0:
                 self.method.end_epoch(epoch)
                 self.begun = False
+            if not self.begun or self.step == self.schedule.total_steps:
+                self._record_sizes(epoch)
             if self.step % self.config.running.log_interval == 0 or self.step == self.schedule.total_steps:
                 self._log(epoch)
             if time.monotonic() - self.last_save > self.config.running.checkpoint_minutes * 60:
@@ -294,6 +307,18 @@ class Trainer:
                 self.warned.add(kind)
                 self.console.warn(sentence)
 
+    def _record_sizes(self, epoch: int) -> None:
+        """The size of every cluster, for those who look at how they came about; epochs in between are left out."""
+        assert self.config.epochs is not None
+        first = self.schedule.phase_at(self.step - 1)[1] == epoch * self.schedule.steps_per_epoch
+        last = self.step == self.schedule.total_steps
+        if not first and not last and (epoch + 1) % -(-self.config.epochs // SIZE_RECORDS) != 0:
+            return
+        buffers = dict(self.module.named_buffers())
+        counts = next((buffers[f"{name}counts"] for name in MEMORY_PREFIXES if f"{name}counts" in buffers), None)
+        if counts is not None and len(counts) <= MOST_RECORDED and any(sizes := counts.tolist()):
+            self._write({"step": self.step, "epoch": epoch, "event": "sizes", "sizes": sizes})
+
     def _write(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl; a full disk costs the line, not the run."""
         try:
@@ -301,8 +326,8 @@ class Trainer:
         except OSError as error:
             self.console.warn(f"a line of {self.run_directory.metrics_file} could not be written ({error.strerror})")
 
-    def _new_optimizer(self, phase: Phase) -> torch.optim.SGD:
-        """SGD, with a momentum of its own for the classifier; layer decay slows early stages down."""
+    def _new_optimizer(self, phase: Phase) -> torch.optim.Optimizer:
+        """SGD, with a momentum of its own for the classifier, or AdamW; layer decay slows early stages down."""
         scales: dict[str, float] = {}
         if self.config.fine_tuning.layer_decay != 1:
             found = layer_lr_scales(cast(Backbone, self.method.backbone), self.config.fine_tuning.layer_decay)
@@ -316,6 +341,8 @@ class Trainer:
             {"params": parameters, "momentum": momentum, "scale": scale}
             for (momentum, scale), parameters in groups.items()
         ]
+        if self.config.optimiser.algorithm == "adamw":
+            return torch.optim.AdamW(described, lr=phase.lr, weight_decay=phase.weight_decay)
         return torch.optim.SGD(described, lr=phase.lr, weight_decay=phase.weight_decay)
 
 

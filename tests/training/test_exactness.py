@@ -18,6 +18,7 @@ from odcluster.training.devices import StopFlag
 
 METHODS = {
     "odc": {},
+    "fine, adamw": {"fine_share": 0.5, "fine_clusters": 12, "final_pass": True, "algorithm": "adamw", "warm_share": 0.0},
     "paper": {"recipe": "odc_resnet50_imagenet", "lr": 0.01},
     "deepcluster": {"method": "deepcluster"},
     "rotation": {"method": "rotation"},

@@ -1,0 +1,149 @@
+"""Training on features that are computed once, because the backbone they come from is not trained.
+
+RUN/features/ holds float16 features of every image and of a few random views of it. Promises: killed at any instant and
+started again, the extraction goes on where it was and ends with the same bytes; features that are not finite are
+refused like unreadable images; which view a step sees is a function of (seed, epoch, image), as everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from odcluster.data.loading import Ids, Loader, RawBatch
+from odcluster.data.randomness import Purpose, uniforms
+from odcluster.errors import DataError
+from odcluster.training.run import write_atomically
+from odcluster.training.survey import to_network
+
+CHUNK = 64
+"""Images per forward pass, times the views of each."""
+SAVE_SECONDS = 20.0
+MOST = float(np.finfo(np.float16).max)
+
+
+class FrozenViews:
+    """Batches of features where a `Loader` has batches of images."""
+
+    def __init__(self, features: NDArray[np.float16], refused: dict[int, str], num_views: int, seed: int) -> None:
+        self.features, self.refused, self.num_views, self.seed = features, refused, num_views, seed  # [1 + V, N, F]
+
+    def normalisation_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        return torch.zeros(1, device=device), torch.ones(1, device=device)
+
+    def training(self, epoch: int, batches: Iterable[Ids]) -> Iterator[RawBatch]:
+        """`num_views` features of each image, each drawn from all that are there, the image itself among them."""
+        for ids in batches:
+            kept, refused = self._usable(ids)
+            drawn = [
+                (uniforms(self.seed, Purpose.VIEW, epoch, kept, view, 1)[:, 0] * len(self.features)).astype(np.int64)
+                for view in range(self.num_views)
+            ]
+            yield RawBatch(torch.from_numpy(kept), self._rows(np.stack(drawn), kept), refused)
+
+    def evaluation(self, ids: Ids, batch_size: int, whole: bool = False) -> Iterator[RawBatch]:
+        """The feature of each image's evaluation view."""
+        for start in range(0, len(ids), batch_size):
+            kept, refused = self._usable(ids[start : start + batch_size])
+            yield RawBatch(torch.from_numpy(kept), self._rows(np.zeros((1, len(kept)), np.int64), kept), refused)
+
+    def _usable(self, ids: Ids) -> tuple[Ids, list[tuple[int, str]]]:
+        refused = [(int(i), self.refused[int(i)]) for i in ids if int(i) in self.refused]
+        return ids[[int(i) not in self.refused for i in ids]] if refused else ids, refused
+
+    def _rows(self, views: NDArray[np.int64], ids: Ids) -> Tensor:
+        return torch.from_numpy(self.features[views, ids].astype(np.float32))
+
+
+def frozen_views(
+    folder: Path,
+    loader: Loader,
+    backbone: nn.Module,
+    *,
+    num_samples: int,
+    num_features: int,
+    num_cached: int,
+    num_views: int,
+    seed: int,
+    device: torch.device,
+    identity: str,
+    progress: Callable[[int], None],
+) -> FrozenViews:
+    """Features of all images and of `num_cached` views of each, from the folder or made now. `progress` may raise."""
+    shape = (1 + num_cached, num_samples, num_features)
+    file, state_file = folder / "features.npy", folder / "state.json"
+    try:
+        state = _state(state_file, identity)
+        if state is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            state = {"identity": identity, "done": 0, "refused": {}}
+            features = np.lib.format.open_memmap(file, mode="w+", dtype=np.float16, shape=shape)
+            write_atomically(state_file, json.dumps(state))
+        else:
+            features = np.lib.format.open_memmap(file, mode="r+")
+        assert features.shape == shape, "the identity does not tell features of other sizes apart"
+        _extract(features, state, state_file, loader, backbone, device, progress)
+    except OSError as error:
+        raise DataError(f"features cannot be kept in {folder} ({error.strerror}); free some space there") from error
+    refused = {int(i): reason for i, reason in state["refused"].items()}
+    return FrozenViews(features, refused, num_views, seed)
+
+
+@torch.no_grad()
+def _extract(
+    features: NDArray[np.float16],
+    state: dict[str, Any],
+    state_file: Path,
+    loader: Loader,
+    backbone: nn.Module,
+    device: torch.device,
+    progress: Callable[[int], None],
+) -> None:
+    backbone.eval()
+    num_samples, saved = features.shape[1], time.monotonic()
+    mean, std = loader.normalisation_on(device)
+    for at, rows in enumerate((features[:1], features[1:])):  # first the images themselves, then their views
+        begun = max(0, state["done"] - at * num_samples)
+        parts = [np.arange(start, min(start + CHUNK, num_samples)) for start in range(begun, num_samples, CHUNK)]
+        everything = np.arange(begun, num_samples)
+        for raw in loader.training(0, parts) if at else loader.evaluation(everything, CHUNK):
+            _keep(raw, backbone(to_network(raw.images, mean, std).flatten(0, 1)).float().cpu(), rows, state)
+            state["done"] += len(raw.ids) + len(raw.refused)
+            if time.monotonic() - saved > SAVE_SECONDS or state["done"] == 2 * num_samples:
+                features.flush()  # type: ignore[attr-defined]
+                write_atomically(state_file, json.dumps(state))
+                saved = time.monotonic()
+            progress(forwarded(state["done"], features))
+
+
+def forwarded(done: int, features: NDArray[np.float16]) -> int:
+    """Forward passes behind us: one for each image, then one for each view of each."""
+    num_samples = features.shape[1]
+    return min(done, num_samples) + max(0, done - num_samples) * (len(features) - 1)
+
+
+def _keep(raw: RawBatch, found: Tensor, rows: NDArray[np.float16], state: dict[str, Any]) -> None:
+    found = found.unflatten(0, (len(rows), -1))  # [V, B, F]
+    finite = found.isfinite().all(dim=2).all(dim=0)
+    rows[:, raw.ids.numpy()] = found.nan_to_num().clamp(-MOST, MOST).numpy().astype(np.float16)
+    state["refused"].update({str(i): reason for i, reason in raw.refused})
+    state["refused"].update({str(i): "its features are not finite" for i in raw.ids[~finite].tolist()})
+
+
+def _state(state_file: Path, identity: str) -> dict[str, Any] | None:
+    """Where an extraction of the same features stands; None where there is none."""
+    try:
+        state = json.loads(state_file.read_text())
+    except (OSError, ValueError):
+        return None
+    return state if isinstance(state, dict) and state.get("identity") == identity else None
