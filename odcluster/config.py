@@ -109,6 +109,19 @@ class WarmStart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Companions:
+    """Losses beside the clusters', for data that is seen few times; all off in the paper. Only for --method odc."""
+
+    instance_weight: float = 0.0
+    """Weight of telling images apart: a view must be nearer to another view of its image than to the other images of
+    the batch. Needs two views."""
+    instance_temperature: float = 0.2
+    """Divides the cosines of that loss."""
+    rotation_weight: float = 0.0
+    """Weight of predicting quarter turns of one more view of each image, while clustering."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeepClusterOptions:
     """Only for --method deepcluster."""
 
@@ -225,6 +238,7 @@ class Config:
     head: Head = field(default_factory=Head)
     clustering: Clustering = field(default_factory=Clustering)
     warm_start: WarmStart = field(default_factory=WarmStart)
+    companions: Companions = field(default_factory=Companions)
     deepcluster: DeepClusterOptions = field(default_factory=DeepClusterOptions)
     jigsaw: JigsawOptions = field(default_factory=JigsawOptions)
     fine_tuning: FineTuning = field(default_factory=FineTuning)
@@ -279,6 +293,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "kmeans_restarts": (1, 1000),
     "calibration_batches": (0, math.inf),
     "neighbours": (0, 1000),
+    "instance_weight": (0, 1000),
+    "instance_temperature": (LEAST, math.inf),
+    "rotation_weight": (0, 1000),
     "fine_share": (0, 1),
     "fine_clusters": (1, math.inf),
     "cached_views": (1, 100),
@@ -443,6 +460,7 @@ GROUPS: dict[str, Any] = {
     "head": Head,
     "clustering": Clustering,
     "warm_start": WarmStart,
+    "companions": Companions,
     "deepcluster": DeepClusterOptions,
     "jigsaw": JigsawOptions,
     "fine_tuning": FineTuning,

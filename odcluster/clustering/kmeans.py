@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -285,18 +284,37 @@ def kmeans(
 
 
 def best_kmeans(
-    rows: Tensor, num_clusters: int, *, restarts: int, seed: int = 0, usable: Tensor | None = None, **options: Any
+    rows: Tensor,
+    num_clusters: int,
+    *,
+    restarts: int,
+    iterations: int = 20,
+    seed: int = 0,
+    usable: Tensor | None = None,
+    poll: Callable[[int], None] = lambda iteration: None,
 ) -> tuple[Tensor, Tensor]:
-    """The clustering with the smallest squared distances of several, each from another start; the first is k-means'."""
+    """The clustering with the smallest squared distances of several, each from another start; the first is k-means'.
+
+    `poll` hears the iteration, counted over all of them.
+    """
+    ids = torch.arange(len(rows), device=rows.device) if usable is None else usable.nonzero().flatten()
     best, found = torch.inf, None
-    for attempt in range(max(1, restarts)):
-        num_usable = len(rows) if usable is None else int(usable.sum())
-        start = torch.from_numpy(permutation(seed, attempt, num_usable, Purpose.KMEANS)[:num_clusters]).to(rows.device)
-        start = start if usable is None else usable.nonzero().flatten()[start]
-        labels, centroids = kmeans(rows, num_clusters, start=start, usable=usable, **options)
-        distances = own_distances(rows, centroids, labels)
-        cost = float(distances.where(labels >= 0, 0.0).sum())
+    for attempt in range(restarts):
+        drawn = permutation(seed, attempt, len(ids), Purpose.KMEANS)[:num_clusters]
+        start = ids[torch.from_numpy(drawn).to(rows.device)]
+        before = attempt * iterations
+        labels, centroids = kmeans(
+            rows,
+            num_clusters,
+            iterations=iterations,
+            start=start,
+            usable=usable,
+            poll=lambda iteration, before=before: poll(before + iteration),  # type: ignore[misc]
+        )
+        if restarts == 1:
+            return labels, centroids
+        cost = float(own_distances(rows, centroids, labels).where(labels >= 0, 0.0).sum())
         if cost < best:
             best, found = cost, (labels, centroids)
-    assert found is not None, "k-means needs finite rows"
+    assert found is not None, "k-means needs finite rows, and at least one start"
     return found

@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from odcluster.clustering.agreement import nmi, summarise_sizes
+from odcluster.clustering.neighbours import agreement_of_neighbours
 from odcluster.config import Config
 from odcluster.data.sources import Source
 from odcluster.explore.export import rank_within_cluster, write_clusters_csv
 from odcluster.explore.mosaic import cluster_mosaic, draw_curves
 from odcluster.methods.deepcluster import DeepCluster
 from odcluster.methods.interface import Method
-from odcluster.methods.odc import ODC
+from odcluster.methods.odc import ODC, PLAIN_AGREEMENT
 from odcluster.models.backbones import Backbone
 from odcluster.models.weights import export_backbone
 from odcluster.training.metrics import read_metrics
@@ -49,6 +50,7 @@ def deliver(run: Run, config: Config, source: Source, method: Method) -> list[st
     if isinstance(method, ODC):
         similarities, counts = odc_similarities(method), method.centroids.counts.cpu()
         sentences += deliver_clusters(run, source, method.samples.labels.cpu().numpy(), similarities, counts)
+        sentences += compare_with_kmeans(run, method)
     elif isinstance(method, DeepCluster):
         similarities, counts = method.samples.similarities.cpu().numpy(), method.samples.counts.cpu()
         sentences += deliver_clusters(run, source, method.samples.labels.cpu().numpy(), similarities, counts)
@@ -79,6 +81,18 @@ def deliver_clusters(run: Run, source: Source, labels: Labels, similarities: Sim
     if truth is not None and np.any((truth >= 0) & (labels >= 0)):
         sentences.append(f"agreement with the labels that came with the images: NMI {nmi(labels, truth):.3f}")
     return [*sentences, f"which image is where: {run.clusters_file}", f"picture: {picture}"]
+
+
+def compare_with_kmeans(run: Run, method: ODC) -> list[str]:
+    """With a frozen backbone: whether ODC did better than k-means alone, judged without labels."""
+    if not method.frozen or not method.config.clustering.neighbours:
+        return []
+    ours = agreement_of_neighbours(method.neighbours, method.samples.labels)
+    plain = next(line[PLAIN_AGREEMENT] for line in read_metrics(run.metrics_file) if PLAIN_AGREEMENT in line)
+    verdict = (
+        "" if ours >= plain else ": no gain here, plain k-means may serve as well; try other --clusters or a lower --lr"
+    )
+    return [f"{ours:.0%} of neighbouring images share a cluster; k-means alone has {plain:.0%}{verdict}"]
 
 
 def odc_similarities(method: ODC) -> Similarities:

@@ -6,7 +6,8 @@ sizes at all times.
 
 Beyond the paper, each off in its recipes: a rotation warm start before the first clusters, several views of an image
 whose average enters the memory, the centroids memory itself as the classifier (`prototypes`), many fine clusters before
-the final ones, and, where the backbone is frozen, labels learned from nearest neighbours.
+the final ones, losses that tell images apart and predict rotations meanwhile (`companions`), and, where the backbone is
+frozen, labels learned from nearest neighbours.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.nn import functional
 from odcluster.clustering.balance import check_room, handle_small_clusters, loss_weights
 from odcluster.clustering.kmeans import best_kmeans, own_distances
 from odcluster.clustering.memory import UNSEEN, CentroidsMemory, SamplesMemory
-from odcluster.clustering.neighbours import nearest_neighbours
+from odcluster.clustering.neighbours import agreement_of_neighbours, nearest_neighbours
 from odcluster.clustering.pca import pca
 from odcluster.config import Config
 from odcluster.data.randomness import Purpose, uniforms
@@ -32,6 +33,9 @@ from odcluster.methods.rotation import one_turn_each
 from odcluster.models.backbones import Backbone
 from odcluster.models.heads import LinearClassifier, Neck, RotationHead, l2_normalise, prototype_logits
 
+PLAIN_AGREEMENT = "neighbours_agree_kmeans"
+"""Share of neighbours in one cluster when k-means alone makes as many clusters of the frozen features."""
+FINAL_RATE = 0.2
 FROZEN_DIM = 128
 """Features of a frozen backbone are compared in this many principal components."""
 
@@ -52,21 +56,26 @@ class ODC(nn.Module):
         linear = config.head.classifier == "linear"
         self.classifier = LinearClassifier(config.dim, config.clusters) if linear else None
         self.warm_epochs, self.fine_epochs = warm_epochs(config), fine_epochs(config)
-        self.rotation_head = RotationHead(backbone.num_features) if self.warm_epochs else None
+        turns = self.warm_epochs or (config.companions.rotation_weight and not self.frozen)
+        self.rotation_head = RotationHead(backbone.num_features) if turns else None
         self.samples = SamplesMemory(num_samples, config.dim, config.clustering.memory_momentum)
         self.centroids = CentroidsMemory(config.clusters, config.dim)
         if self.frozen and config.clustering.neighbours:
-            self.register_buffer("neighbours", torch.zeros(num_samples, config.clustering.neighbours, dtype=torch.int64))
+            self.register_buffer(
+                "neighbours", torch.zeros(num_samples, config.clustering.neighbours, dtype=torch.int64)
+            )
 
     def phases(self) -> list[Phase]:
         config, warm, optimiser = self.config, self.config.warm_start, self.config.optimiser
         assert config.epochs is not None
         assert config.lr is not None
-        common = (config.lr, optimiser.weight_decay, optimiser.schedule, optimiser.warmup_epochs)
+        common = (optimiser.weight_decay, optimiser.schedule, optimiser.warmup_epochs)
+        # A backbone has learned what it could with fine clusters; the final ones need little of it.
+        final_lr = config.lr * FINAL_RATE if self.fine_epochs and not self.frozen else config.lr
         phases = [
             Phase("rotation", self.warm_epochs, warm.warm_lr, warm.warm_weight_decay, "cosine"),
-            Phase("fine clusters", self.fine_epochs, *common),
-            Phase("odc", config.epochs - self.warm_epochs - self.fine_epochs, *common),
+            Phase("fine clusters", self.fine_epochs, config.lr, *common),
+            Phase("odc", config.epochs - self.warm_epochs - self.fine_epochs, final_lr, *common),
         ]
         return [phase for phase in phases if phase.epochs]
 
@@ -78,7 +87,12 @@ class ODC(nn.Module):
         if first:
             new = self if self.config.weights is None else self.neck  # statistics that came with weights are good ones
             survey.calibrate(new, self.embed, settings.calibration_batches)
-        num_clusters = self.config.clusters if epoch >= self.warm_epochs + self.fine_epochs else self.config.warm_start.fine_clusters
+        assert self.config.clusters is not None
+        num_clusters = (
+            self.config.clusters
+            if epoch >= self.warm_epochs + self.fine_epochs
+            else self.config.warm_start.fine_clusters
+        )
         assert num_clusters is not None, "the configuration is not resolved"
         try:
             _, seen = survey.features(self.embed, out=self.samples.rows)
@@ -92,7 +106,11 @@ class ODC(nn.Module):
         self.centroids.resize(num_clusters)
         self.centroids.fill(self.samples)
         handled = self.handle_small_clusters(step=-1)
-        return {"initial_small_clusters": handled, **self.health()}
+        told = {"initial_small_clusters": float(handled), **self.health()}
+        if first and self.frozen and self.config.clustering.neighbours:
+            plain = labels if not self.fine_epochs else self.first_labels(rows, usable, self.config.clusters, survey)
+            told[PLAIN_AGREEMENT] = agreement_of_neighbours(self.neighbours, plain)
+        return told
 
     def frozen_rows(self, survey: Survey, usable: Tensor) -> Tensor:
         """What the frozen backbone itself says of all images: better first clusters than a random neck's, and who is
@@ -120,9 +138,9 @@ class ODC(nn.Module):
             seed=self.config.seed,
             restarts=settings.kmeans_restarts,
             usable=None if bool(usable.all()) else usable,
-            poll=lambda iteration: survey.poll("k-means", iteration, iterations),
+            poll=partial(survey.poll, "k-means", total=iterations * settings.kmeans_restarts),
         )
-        survey.poll("k-means", iterations, iterations)
+        survey.poll("k-means", iterations * settings.kmeans_restarts, iterations * settings.kmeans_restarts)
         return labels
 
     def epoch_order(self, epoch: int) -> None:
@@ -142,15 +160,32 @@ class ODC(nn.Module):
     def forward(self, batch: Batch) -> Outcome:
         views = batch.images.flatten(0, 1)  # [V B, 3, H, W]
         if batch.epoch < self.warm_epochs:
-            assert self.rotation_head is not None
-            turned, quarters = one_turn_each(views)
-            return Outcome(functional.cross_entropy(self.rotation_head(self.backbone(turned)).float(), quarters))
+            return Outcome(self.rotation_loss(views))
         features = self.embed(views).float()  # [V B, D]
         labels = torch.cat([self.labels_to_learn(batch, view) for view in range(len(batch.images))])
         weights = loss_weights(self.centroids.counts)
         loss = weighted_cross_entropy(self.logits(features), labels, weights)
+        if (weight := self.config.companions.instance_weight) and len(batch.images) > 1:
+            loss = loss + weight * self.instance_loss(features, len(batch.images))
+        if (weight := self.config.companions.rotation_weight) and not self.frozen:
+            loss = loss + weight * self.rotation_loss(batch.images[batch.step % len(batch.images)])
         averaged = l2_normalise(features.detach()).unflatten(0, batch.images.shape[:2]).mean(dim=0)  # [B, D]
         return Outcome(loss, averaged)
+
+    def rotation_loss(self, views: Tensor) -> Tensor:
+        """By how many quarter turns each view was turned."""
+        assert self.rotation_head is not None
+        turned, quarters = one_turn_each(views)
+        return functional.cross_entropy(self.rotation_head(self.backbone(turned)).float(), quarters)
+
+    def instance_loss(self, features: Tensor, num_views: int) -> Tensor:
+        """Whose view it is: the next view of the same image against all other views of the batch."""
+        temperature = self.config.companions.instance_temperature
+        logits = prototype_logits(features, features, temperature)  # [V B, V B]
+        logits = logits.masked_fill(torch.eye(len(logits), dtype=torch.bool, device=logits.device), -torch.inf)
+        batch_size = len(features) // num_views
+        targets = (torch.arange(len(features), device=features.device) + batch_size) % len(features)
+        return functional.cross_entropy(logits, targets)
 
     def labels_to_learn(self, batch: Batch, view: int) -> Tensor:
         """The images' own labels as they stood before this step, or those of a neighbour of each."""

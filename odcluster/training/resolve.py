@@ -182,6 +182,8 @@ def choose_image_size(source: Source, device: torch.device) -> tuple[int, str]:
 def choose_clusters(config: Config, count: int) -> tuple[int, str]:
     if config.method == "deepcluster":  # its classifier starts anew every epoch and has no time for many
         return max(1, min(10_000, count // 100)), f"one per 100 of {count} images, at most 10,000"
+    if config.warm_start.fine_share > 0:  # features have been learned with many: these are for people
+        return max(1, round(count**0.5)), f"the square root of {count}: few enough to look at"
     return max(1, min(10_000, count // 10)), f"one per 10 of {count} images, at most 10,000"
 
 
@@ -209,6 +211,9 @@ EFFECTIVE: dict[str, tuple[str, ...]] = {
     "kmeans_restarts": ("odc",),
     "neighbours": ("odc",),
     "final_pass": ("odc",),
+    "instance_weight": ("odc",),
+    "instance_temperature": ("odc",),
+    "rotation_weight": ("odc",),
     "fine_share": ("odc",),
     "fine_clusters": ("odc",),
     "warm_share": ("odc",),

@@ -3,7 +3,14 @@ import torch
 from sklearn.cluster import KMeans
 
 from odcluster.clustering import kmeans as module
-from odcluster.clustering.kmeans import cluster_sums, kmeans, nearest_centroids, own_distances, repair_empty
+from odcluster.clustering.kmeans import (
+    best_kmeans,
+    cluster_sums,
+    kmeans,
+    nearest_centroids,
+    own_distances,
+    repair_empty,
+)
 
 
 def inertia(rows, labels, centroids):
@@ -175,3 +182,20 @@ def test_repair_takes_the_farthest_rows_and_empties_no_other_cluster():
 def test_more_clusters_than_rows_are_refused(clusters):
     with pytest.raises(ValueError, match="at most 10"):
         kmeans(torch.randn(10, 2), clusters)
+
+
+def test_the_best_of_several_starts_is_taken():
+    rows = torch.randn(300, 4, generator=torch.Generator().manual_seed(1))
+    once = kmeans(rows, 12, iterations=5, seed=3)
+    same = best_kmeans(rows, 12, iterations=5, seed=3, restarts=1)
+    assert torch.equal(once[0], same[0])
+    assert torch.equal(once[1], same[1])
+
+    def cost(found):
+        return float(own_distances(rows, found[1], found[0]).sum())
+
+    heard: list[int] = []
+    costs = [cost(best_kmeans(rows, 12, iterations=5, seed=3, restarts=n, poll=heard.append)) for n in range(1, 7)]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] < costs[0]
+    assert max(heard) >= 5 * 5

@@ -11,7 +11,7 @@ from odcluster.clustering import kmeans
 from odcluster.config import Config, changed
 from odcluster.errors import DataError, Interrupted, UserError
 from odcluster.methods.interface import Batch
-from odcluster.methods.odc import ODC, warm_epochs
+from odcluster.methods.odc import ODC, fine_epochs, warm_epochs
 from odcluster.models.backbones import create_backbone
 from odcluster.recipes import odc_resnet50_imagenet, odc_small
 
@@ -106,7 +106,7 @@ def test_centroids_are_refreshed_every_k_th_step_only(interval):
 
 
 def test_several_views_enter_the_memory_as_their_average_and_share_a_label():
-    method, images = make(settings(odc_small, num_views=2, warm_share=0.0))
+    method, images = make(settings(odc_small, num_views=2, fine_share=0.0, instance_weight=0.0, rotation_weight=0.0))
     ids = torch.arange(6)
     views = torch.stack([images[ids], images[ids].flip(3)])
     method.eval()  # batch norm would mix the views
@@ -123,7 +123,7 @@ def test_several_views_enter_the_memory_as_their_average_and_share_a_label():
 
 
 def test_the_warm_start_learns_rotations_and_leaves_the_memories_alone():
-    config = settings(odc_small, warm_share=0.5)
+    config = settings(odc_small, warm_share=0.5, fine_share=0.0)
     torch.manual_seed(0)
     method = ODC(create_backbone("smallconv", image_size=16), IMAGES, config)
     assert method.warm_epochs == 2
@@ -142,7 +142,60 @@ def test_the_warm_start_learns_rotations_and_leaves_the_memories_alone():
 
 @pytest.mark.parametrize(("epochs", "expected"), [(1, 0), (2, 1), (10, 3), (100, 30)])
 def test_clustering_always_has_at_least_one_epoch(epochs, expected):
-    assert warm_epochs(changed(odc_small(), epochs=epochs)) == expected
+    assert warm_epochs(changed(odc_small(), epochs=epochs, warm_share=0.3)) == expected
+
+
+@pytest.mark.parametrize(("epochs", "warm_share", "expected"), [(1, 0.0, 0), (2, 0.0, 1), (10, 0.0, 8), (10, 0.5, 4)])
+def test_the_final_clusters_always_have_at_least_one_epoch(epochs, warm_share, expected):
+    assert fine_epochs(changed(odc_small(), epochs=epochs, warm_share=warm_share)) == expected
+
+
+def test_companions_are_added_to_the_loss_of_the_clusters():
+    """Both against a plain version: the other view among all views of the batch, and four turns of one view."""
+    alone = {"num_views": 2, "fine_share": 0.0, "instance_weight": 0.0, "rotation_weight": 0.0}
+    ids = torch.arange(6)
+    for name, more in {
+        "instances": {"instance_weight": 2.0, "instance_temperature": 0.3},
+        "rotations": {"rotation_weight": 3.0},
+    }.items():
+        method, images = make(settings(odc_small, **{**alone, **more}))
+        method.eval()
+        views = torch.stack([images[ids], images[ids].flip(3)])
+        batch = Batch(ids, views, epoch=0, step=1)
+        added = method(batch).loss.detach()
+        method.config = settings(odc_small, **alone)
+        added -= method(batch).loss.detach()
+        with torch.no_grad():
+            rows = functional.normalize(method.embed(views.flatten(0, 1)), dim=1)
+            if name == "instances":
+                told_apart = []
+                for i in range(12):
+                    others = [j for j in range(12) if j != i]
+                    logits = torch.stack([rows[i] @ rows[j] / 0.3 for j in others])
+                    told_apart.append(-logits.log_softmax(dim=0)[others.index((i + 6) % 12)])
+                torch.testing.assert_close(added, 2 * torch.stack(told_apart).mean())
+            if name == "rotations":
+                turned = torch.stack([torch.rot90(views[1, i], i % 4, dims=(1, 2)) for i in range(6)])
+                logits = method.rotation_head(method.backbone(turned))
+                expected = 3 * functional.cross_entropy(logits, torch.arange(6) % 4)
+                torch.testing.assert_close(added, expected)
+
+
+def test_fine_clusters_come_first_and_the_final_ones_after_them():
+    config = settings(odc_small, fine_share=0.5, fine_clusters=9)
+    method, images = make(config)
+    assert [(phase.name, phase.epochs) for phase in method.phases()] == [("fine clusters", 2), ("odc", 2)]
+    assert method.phases()[1].lr == pytest.approx(0.2 * method.phases()[0].lr)
+    assert len(method.centroids.counts) == 9
+    saved = {name: tensor.clone() for name, tensor in method.state_dict().items()}
+    assert method.begin_epoch(1, FixedSurvey(images)) == {}
+    method.begin_epoch(2, FixedSurvey(images))
+    assert len(method.centroids.counts) == config.clusters
+    assert int(method.centroids.counts.sum()) == IMAGES
+    other, _ = make(config, seed=1)
+    other.begin_epoch(2, FixedSurvey(images))
+    other.load_state_dict(saved)  # a checkpoint of the first phase has another number of clusters
+    assert len(other.centroids.counts) == 9
 
 
 def test_unreadable_images_belong_to_no_cluster_until_they_are_seen():

@@ -18,7 +18,16 @@ from odcluster.training.devices import StopFlag
 
 METHODS = {
     "odc": {},
-    "fine, adamw": {"fine_share": 0.5, "fine_clusters": 12, "final_pass": True, "algorithm": "adamw", "warm_share": 0.0},
+    "fine, adamw": {
+        "fine_share": 0.5,
+        "fine_clusters": 12,
+        "final_pass": True,
+        "algorithm": "adamw",
+        "warm_share": 0.0,
+        "instance_weight": 1.0,
+        "negatives": 20,
+        "rotation_weight": 0.5,
+    },
     "paper": {"recipe": "odc_resnet50_imagenet", "lr": 0.01},
     "deepcluster": {"method": "deepcluster"},
     "rotation": {"method": "rotation"},

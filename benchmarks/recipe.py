@@ -1,0 +1,194 @@
+"""The default recipe against everything else, from scratch (A) and from weights (B); see docs/recipe.md.
+
+    python benchmarks/recipe.py scratch cifar10/train_webp.npz cifar10/test_webp.npz --minutes 20 --seeds 0 1
+    python benchmarks/recipe.py weights VOC2007 --weights tf_efficientnet_lite0.safetensors --seeds 0 1
+
+A: one small backbone, the same minutes on the same cores for all, no labels in training; judged by linear probes per
+layer (10,000 labelled images, all test images), 20 nearest neighbours, and NMI of the clusters and of k-means(10).
+B: photos with several classes each; NMI of 20 clusters on the images with one class, the share of the 10 nearest
+neighbours with a common class, and SVMs by `odcluster evaluate --task svm`.
+Every run is written to results/recipe/ as soon as it is judged, with its command; a run whose file exists is not
+repeated. Leave the machine alone meanwhile: the budget is time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from small_data import judge, stage_features
+
+import odcluster
+from odcluster import api
+from odcluster.clustering.agreement import nmi
+from odcluster.clustering.kmeans import kmeans
+from odcluster.data.annotations import annotations_of
+from odcluster.data.sources import open_source
+from odcluster.demonstrate import settle_batch_norm
+from odcluster.evaluation.knn import nearest_neighbours
+from odcluster.explore.export import read_clusters_csv
+from odcluster.models.backbones import Backbone
+from odcluster.models.heads import l2_normalise
+from odcluster.training import checkpoint
+from odcluster.training.console import Console
+from odcluster.training.devices import StopFlag
+from odcluster.training.metrics import read_metrics
+from odcluster.training.run import open_run
+
+sys.path.insert(0, str(Path(__file__).parent))
+CPU = torch.device("cpu")
+LAYERS = ["conv1", "conv2", "conv3", "conv4", "conv5"]
+OURS: dict[str, dict[str, Any]] = {
+    "odc": {},
+    "rotation": {"method": "rotation"},
+    "deepcluster": {"method": "deepcluster"},
+    "odc, the paper's recipe": {"recipe": "odc_resnet50_imagenet", "clusters": 1000, "batch_size": 128, "epochs": None,
+                                "image_size": 32, "crop_size": 24, "small_cluster": 10},
+}  # fmt: skip
+PEERS: dict[str, dict[str, Any]] = {
+    "swav": {"lr": 0.001, "algorithm": "adamw"},
+    "simsiam": {"lr": 0.05},
+    "byol": {"lr": 0.001, "algorithm": "adamw"},
+    "simclr": {"lr": 0.05},
+    "supervised": {"lr": 0.05},
+}
+"""Chosen from a few rates each; what was tried is in docs/recipe.md."""
+
+
+def record(out: Path, command: str, **result: Any) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    machine = {"cores": torch.get_num_threads(), "torch": torch.__version__, "machine": platform.machine()}
+    out.write_text(json.dumps({"command": command, "machine": machine, **result}, indent=1) + "\n")
+    print(json.dumps(result, indent=1), flush=True)
+
+
+def verdict(backbone: Backbone, train: Any, test: Any, labels: list[torch.Tensor]) -> dict[str, float]:
+    """Probes per layer, neighbours, and NMI of k-means(10) on the test images' features."""
+    result = judge(backbone, train, test, labels, LAYERS)
+    features = stage_features(backbone, test, len(labels[1]))["output"]
+    classes = int(labels[1].max()) + 1
+    found, _ = kmeans(l2_normalise(features - features.mean(dim=0)), classes, seed=0)
+    return result | {f"NMI of k-means({classes})": nmi(found.numpy(), labels[1].numpy())}
+
+
+def scratch(given: argparse.Namespace, command: str) -> None:
+    sources = [open_source(given.train), open_source(given.test)]
+    truth = [torch.from_numpy(np.asarray(s.manifest.labels)) for s in sources]
+    labels = [truth[0][: given.probe_images], truth[1]]
+    for seed in given.seeds:
+        for name in given.methods or ["untrained", *OURS, *PEERS]:
+            out = given.results / f"scratch, {name}, seed {seed}.json"
+            if out.exists():
+                continue
+            began, about = time.monotonic(), {}
+            place = api.numbered(str(given.runs / f"{name.split(',')[0]}-{seed}"))
+            reference = dataclasses.replace(api.recipe_of("odc_small"), seed=seed, backbone="smallconv", epochs=1,
+                                            image_size=32, clusters=10, batch_size=128, workers=1)  # fmt: skip
+            quiet = Console(quiet=True)
+            method = api.build_method(dataclasses.replace(reference), len(sources[0]), CPU, quiet)
+            with (
+                api.build_loader(reference, sources[0], method, CPU, quiet, StopFlag()) as train,
+                api.build_loader(reference, sources[1], method, CPU, quiet, StopFlag()) as test,
+            ):
+                if name == "untrained":
+                    backbone = cast(Backbone, method.backbone)
+                    settle_batch_norm(backbone, train, len(sources[0]), CPU)
+                elif name in OURS:
+                    budget = {"minutes": given.minutes}
+                    run = odcluster.train(given.train, out=place, seed=seed, **{**budget, **OURS[name]})
+                    about = described(run, truth[0].numpy())
+                    backbone = odcluster.load_backbone(run)
+                else:
+                    from peers.train import train as train_peer
+
+                    about = train_peer(given.train, truth[0].numpy(), method=name, out=place, seed=seed,
+                                       minutes=given.minutes, **PEERS[name])  # fmt: skip
+                    backbone = odcluster.load_backbone(place)
+                minutes = (time.monotonic() - began) / 60
+                if backbone.in_channels == 2:
+                    about["input"] = "Sobel"
+                result = verdict(backbone, train, test, labels)
+            record(out, command, method=name, seed=seed, minutes=round(minutes, 1), training=about, result=result)
+
+
+def described(run: Path, truth: np.ndarray) -> dict[str, Any]:
+    """What a run says of itself, and how its clusters agree with the classes."""
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if "event" not in line]
+    config = open_run(run).config()
+    about: dict[str, Any] = {"epochs": config.epochs, "steps": lines[-1]["step"], "clusters": config.clusters}
+    if (run / "clusters.csv").exists():
+        found = read_clusters_csv(run / "clusters.csv").labels
+        about["NMI of the clusters"] = nmi(found, truth)
+        about["largest cluster"] = int(np.bincount(found[found >= 0]).max())
+    if "change" in lines[-1]:
+        about["labels changed at the end"] = lines[-1]["change"]
+    return about
+
+
+def weights(given: argparse.Namespace, command: str) -> None:
+    source = open_source(given.data)
+    present = annotations_of(source, None, given.data).values == 1  # [N, K]
+    single = present.sum(axis=1) == 1
+    classes = present.argmax(axis=1)[single]
+    for seed in given.seeds:
+        out = given.results / f"weights, odc, {given.clusters} clusters, seed {seed}.json"
+        if out.exists():
+            continue
+        began = time.monotonic()
+        place = api.numbered(str(given.runs / f"weights-{seed}"))
+        options = {"backbone": given.backbone, "weights": given.weights, "clusters": given.clusters, "seed": seed}
+        if given.cached_views is not None:
+            options["cached_views"] = given.cached_views
+        run = odcluster.train(given.data, out=place, **options)
+        minutes = (time.monotonic() - began) / 60
+        found = checkpoint.find(run / "checkpoints", print)
+        assert found is not None
+        rows = {"odc": l2_normalise(found.tensors["memory"]["samples.rows"])}
+        if (kept := run / "features" / "features.npy").exists():
+            rows["frozen"] = l2_normalise(torch.from_numpy(np.load(kept, mmap_mode="r")[0].astype(np.float32)))
+        labels = read_clusters_csv(run / "clusters.csv").labels
+        result: dict[str, Any] = {"NMI of the clusters": nmi(labels[single], classes)}
+        for name, features in rows.items():
+            by_kmeans = [kmeans(features, given.clusters, iterations=50, seed=s)[0].numpy() for s in range(5)]
+            result[f"NMI of k-means, {name}"] = [nmi(found[single], classes) for found in by_kmeans]
+            near = nearest_neighbours(features, features, 10, exclude=torch.arange(len(features)))[0].numpy()
+            result[f"neighbours with a common class, {name}"] = float((present[:, None] & present[near]).any(-1).mean())
+        record(out, command, method="odc", seed=seed, minutes=round(minutes, 1), single=int(single.sum()),
+               training=described(run, np.where(single, present.argmax(axis=1), -1)), result=result)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="part", required=True)
+    a, b = verbs.add_parser("scratch"), verbs.add_parser("weights")
+    a.add_argument("train")
+    a.add_argument("test")
+    a.add_argument("--minutes", type=float, default=20.0)
+    a.add_argument("--probe-images", type=int, default=10_000, help="labelled images a probe is trained on")
+    a.add_argument("--methods", nargs="+", help=f"of untrained, {', '.join([*OURS, *PEERS])}; not given: all")
+    b.add_argument("data")
+    b.add_argument("--weights", required=True)
+    b.add_argument("--backbone", default="tf_efficientnet_lite0")
+    b.add_argument("--clusters", type=int, default=20)
+    b.add_argument("--cached-views", type=int)
+    for part in (a, b):
+        part.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+        part.add_argument("--runs", type=Path, default=Path("runs/recipe"))
+        part.add_argument("--results", type=Path, default=Path("results/recipe"))
+    given = parser.parse_args()
+    shown = [Path(word).name if "/" in word else word for word in sys.argv[1:]]  # not where things lie on this machine
+    command = shlex.join(["python", "benchmarks/recipe.py", *shown])
+    (scratch if given.part == "scratch" else weights)(given, command)
+
+
+if __name__ == "__main__":
+    main()
