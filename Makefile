@@ -3,12 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup demo test bench lint check clean
+.PHONY: help setup demo test test-browser bench lint check clean
+BROWSER ?= $(firstword $(shell command -v chromium chromium-browser google-chrome))
 
 help:
 	@echo "make setup   .venv with the command odcluster in it (a few minutes, once)"
 	@echo "make demo    train on handwritten digits, about a minute; writes runs/demo with a picture of the clusters"
 	@echo "make test    lint, types, import layers and tests, about five minutes"
+	@echo "make test-browser  the explorer in a real Chromium; installs Debian's if there is none and it may"
 	@echo "make check   lint, types and import layers only"
 	@echo "make bench   all benchmarks, one after the other, into docs/performance.md; leave the machine alone meanwhile"
 
@@ -18,7 +20,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "Setting up .venv: downloading and installing about 1 GB of packages, a few minutes, once."
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt ruff mypy pytest pytest-xdist import-linter -e .
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt ruff mypy pytest pytest-xdist import-linter httpx2 playwright -e '.[explore,parquet,onnx]'
 	@touch $(INSTALLED)
 
 demo: setup
@@ -34,6 +36,11 @@ check: setup
 test: check
 	@echo "Tests: about four minutes on two cores."
 	$(BIN)/pytest -n 2
+
+test-browser: setup
+	@test -n "$(BROWSER)" || { echo "Installing Debian's Chromium."; { apt-get install -y -q chromium || { apt-get update -q && apt-get install -y -q chromium; }; } > /dev/null || \
+	  { echo "There is no Chromium and it cannot be installed here: install one, or name it with BROWSER=..."; exit 1; }; }
+	ODCLUSTER_BROWSER="$${BROWSER:-$$(command -v $(or $(BROWSER),chromium))}" $(BIN)/pytest tests/browser
 
 # Options go in BENCH: make bench BENCH="--images train_webp.npz --voc VOC2007"
 bench: setup

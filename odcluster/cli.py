@@ -27,6 +27,11 @@ odcluster {version}: from a folder of images to clusters, by Online Deep Cluster
   odcluster resume RUN              go on with an interrupted training, exactly
   odcluster evaluate RUN --task knn --data LABELLED
                                     judge features by the field's protocols: linear, svm, lowshot, knn, semi
+  odcluster explore RUN             look at the clusters in the browser: name, merge, correct, find similar images
+  odcluster report RUN              the same overview as one HTML file to pass on
+  odcluster assign RUN PHOTOS       the cluster of new images, and how surely
+  odcluster embed X PHOTOS          features without training: X is a run, weights, or a backbone's name
+  odcluster export RUN --to folders curated clusters or weights for others: csv, parquet, folders, timm, onnx, ...
   odcluster info                    versions, devices, recipes, what is optional and missing
 
 `odcluster VERB --help` explains a verb; `--debug` shows where an error came from.
@@ -158,6 +163,65 @@ def compare_verb(given: list[str]) -> None:
     compare(values["runs"], out=values["out"])
 
 
+def explore_verb(given: list[str]) -> None:
+    """Look at the clusters of a run in the browser: name, merge and correct them, find similar images, see a map."""
+    extra = {
+        "run": required("RUN", "The run directory; it may be training."),
+        "port": optional("INT", "Port on this machine. Not given: a free one.", None, int),
+        "no_browser": flag("Only print the address."),
+    }
+    values = parse("explore", explore_verb, given, extra, flags=True)
+    from odcluster.gallery import explore
+
+    explore(values["run"], port=values["port"], open_browser=not values["no_browser"])
+
+
+def report_verb(given: list[str]) -> None:
+    """The clusters of a run and how training went, as one HTML file that opens anywhere."""
+    extra = {
+        "run": required("RUN", "The run directory; it may be training."),
+        "out": optional("FILE", "The file to write (default: RUN/report.html).", None),
+    }
+    values = parse("report", report_verb, given, extra)
+    from odcluster.gallery_report import report
+
+    report(values["run"], out=values["out"])
+
+
+def assign_verb(given: list[str]) -> None:
+    """The cluster of every image of DATA, how sure that is, and the distance to the cluster's centre, as a table."""
+    extra = {"run": required("RUN", "The run directory."), "data": required("DATA", doc("data"))}
+    options = options_of(config.Assigning, config.Assigning())
+    values = parse("assign", assign_verb, given, {**extra, **options})
+    from odcluster.deploy import assign
+
+    assign(values.pop("run"), values.pop("data"), **values)
+
+
+def embed_verb(given: list[str]) -> None:
+    """Features of the images of DATA, without training anything.
+
+    `odcluster embed resnet50 photos/ --weights timm --out photos.parquet` is the quickest way to a map of a folder.
+    """
+    about = "A run, an exported backbone, a weights file, or a backbone's name with --weights or --untrained."
+    extra = {"subject": required("X", about), "data": required("DATA", doc("data"))}
+    options = options_of(config.Embedding, config.Embedding())
+    values = parse("embed", embed_verb, given, {**extra, **options}, flags=True)
+    from odcluster.deploy import embed
+
+    embed(values.pop("subject"), values.pop("data"), **values)
+
+
+def export_verb(given: list[str]) -> None:
+    """The clusters of a run, as people corrected them in `odcluster explore`, or its weights, for other programs."""
+    options = options_of(config.Exporting, config.Exporting(to="csv"))
+    options["to"] = (options["to"][0], dataclasses.MISSING)
+    values = parse("export", export_verb, given, {"run": required("RUN", "The run directory."), **options})
+    from odcluster.deploy import export
+
+    export(values.pop("run"), **values)
+
+
 def info_verb(given: list[str]) -> None:
     """Versions, devices, recipes, and what is optional and missing."""
     parse("info", info_verb, given, {})
@@ -171,6 +235,11 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
     "train": train_verb,
     "resume": resume_verb,
     "evaluate": evaluate_verb,
+    "explore": explore_verb,
+    "report": report_verb,
+    "assign": assign_verb,
+    "embed": embed_verb,
+    "export": export_verb,
     "info": info_verb,
 }
 
@@ -195,6 +264,13 @@ def optional(metavar: str, help: str, default: Any, kind: Any = str, hint: str =
 
     hint = hint if default is None else f"(default: {shown(default)})"
     return Annotated[kind | None, tyro.conf.arg(metavar=metavar, help=help, help_behavior_hint=hint)], default
+
+
+def flag(help: str) -> Option:
+    """An option that takes no value."""
+    import tyro
+
+    return Annotated[bool, tyro.conf.arg(help=help, help_behavior_hint="")], False
 
 
 def shown(value: Any) -> str:

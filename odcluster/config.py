@@ -491,7 +491,8 @@ def fingerprint(config: Config) -> str:
     """Hash of everything that decides what is learned: where the images lie and how the machine is used do not."""
     running = Running(precision=config.running.precision)
     decisive = dataclasses.replace(config, data="", weights=None, workers=None, device="", running=running)
-    return hashlib.sha256(to_json(decisive).encode()).hexdigest()
+    text = json.dumps(_without_later(dataclasses.asdict(decisive), Config), indent=1) + "\n"
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def from_json(text: str) -> Config:
@@ -503,6 +504,22 @@ def from_json(text: str) -> Config:
     return _build(Config, values, "config.json")
 
 
+LATER = {"companions", "algorithm", "neighbours", "final_pass", "kmeans_restarts", "fine_share", "fine_clusters"}
+LATER |= {"frozen", "cached_views"}
+"""Options that runs of the first version do not have. Their defaults are what those runs did, so that such a run can be
+opened and resumed: a default of these has no part in the fingerprint either."""
+
+
+def _without_later(values: Any, cls: Any) -> dict[str, Any]:
+    """The values of a configuration without later options that are at their default."""
+    usual, kept = dataclasses.asdict(cls()), {}
+    for name, value in values.items():
+        if name in LATER and value == usual[name]:
+            continue
+        kept[name] = _without_later(value, GROUPS[name]) if name in GROUPS else value
+    return kept
+
+
 def _build(cls: Any, values: Any, where: str) -> Any:
     types = typing.get_type_hints(cls)
     if not isinstance(values, dict):
@@ -510,7 +527,7 @@ def _build(cls: Any, values: Any, where: str) -> Any:
     names = {f.name for f in dataclasses.fields(cls)}
     if unknown := sorted(set(values) - names):
         raise UserError(f"{where} has unknown keys: {', '.join(unknown)}")
-    if missing := sorted(names - set(values)):
+    if missing := sorted(names - set(values) - LATER):
         raise UserError(f"{where} lacks the keys: {', '.join(missing)}")
     built = {}
     for name, value in values.items():

@@ -25,7 +25,16 @@ REQUIRED = [
     "safetensors",
     "matplotlib",
 ]
-OPTIONAL: dict[str, str] = {}
+OPTIONAL = {
+    "starlette": "explore",
+    "uvicorn": "explore",
+    "pyarrow": "parquet",
+    "onnx": "onnx",
+    "onnxscript": "onnx",
+    "onnxruntime": "onnx",
+    "umap-learn": "umap",
+}
+"""Packages that some verbs need, and the extra of `pip install 'odcluster[...]'` that brings each."""
 
 
 def info() -> str:
@@ -35,6 +44,10 @@ def info() -> str:
         "",
     ]
     lines += [f"  {name:24} {version(name)}" for name in REQUIRED]
+    lines += ["", "optional"]
+    for name, extra in OPTIONAL.items():
+        found = version(name)
+        lines.append(f"  {name:24} {found}" + (f": pip install 'odcluster[{extra}]'" if found == "missing" else ""))
     lines += ["", "devices"]
     cpu = torch.device("cpu")
     lines.append(

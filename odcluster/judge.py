@@ -20,7 +20,7 @@ from rich.table import Table
 
 from odcluster.config import Evaluation, Task
 from odcluster.data.readers import shown
-from odcluster.data.sources import Manifest, open_source
+from odcluster.data.sources import open_source
 from odcluster.errors import DataError, Interrupted, UserError
 from odcluster.evaluation import tasks
 from odcluster.evaluation.parts import open_parts
@@ -30,6 +30,7 @@ from odcluster.evaluation.subject import Subject, open_subject
 from odcluster.evaluation.tables import comparison_tables, result_table
 from odcluster.evaluation.tasks import Outcome, Workshop
 from odcluster.explore.export import read_clusters_csv
+from odcluster.explore.folders import check_outside
 from odcluster.training.console import Console, duration
 from odcluster.training.devices import StopFlag, choose_device
 from odcluster.training.run import open_run
@@ -183,17 +184,6 @@ def judge_clusters(
         left_out=outcome.left_out,
     )
     return subject, data, outcome
-
-
-def check_outside(directory: Path, manifest: Manifest) -> None:
-    """Nothing is written among the images."""
-    if manifest.kind not in ("folder", "class tree", "voc"):
-        return
-    root = Path(os.path.realpath(manifest.root))
-    if Path(os.path.realpath(directory)).is_relative_to(root):
-        raise UserError(
-            f"{directory} lies among the images in {shown(os.fspath(root))}; choose another place with --out"
-        )
 
 
 def compare(runs: Sequence[str | os.PathLike[str]], *, out: str | os.PathLike[str] | None = None) -> None:

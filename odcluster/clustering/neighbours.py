@@ -1,7 +1,7 @@
 """Who is near whom: the exact nearest neighbours of every row, by products of blocks.
 
 Promises: the same bits for the same rows on one machine; beside the result, memory for one block of products. Past
-`MOST_CANDIDATES` rows neighbours are sought among that many, evenly spread: cost then grows with N, not with its square.
+`MOST_CANDIDATES` rows neighbours are sought among that many, evenly spread: cost then grows with N, not its square.
 """
 
 from __future__ import annotations

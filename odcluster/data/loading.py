@@ -250,8 +250,8 @@ class Loader:
         if isinstance(value, RuntimeError) and "DataLoader" in str(value):
             reason = str(value).splitlines()[0]
             raise DataError(
-                f"a process that reads images stopped working ({reason}); use fewer --workers if memory is short, and "
-                "go on from the last checkpoint with `odcluster resume`"
+                f"a process that reads images stopped working ({reason}); use fewer --workers if memory is short, then "
+                "repeat the command, or go on from the last checkpoint of a training with `odcluster resume`"
             ) from value
 
     def _serve(self, requests: list[Request]) -> Iterator[RawBatch]:

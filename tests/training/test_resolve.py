@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from odcluster.config import BOUNDS, Config, changed, fingerprint, from_json, to_json
+from odcluster.config import BOUNDS, Config, Running, changed, fingerprint, from_json, to_json
 from odcluster.data.sources import open_source
 from odcluster.errors import UserError
 from odcluster.methods.interface import Phase
@@ -189,3 +192,28 @@ def test_every_number_has_its_bounds():
     numbers = {name for name, value in flat(odc_small()).items() if isinstance(value, float | int | tuple)}
     numbers |= {"clusters", "epochs", "max_steps", "minutes", "batch_size", "image_size", "workers", "crop_size"}
     assert numbers - set(BOUNDS) <= {"seed", "final_relu", "final_pass", "sobel", "compile", "deterministic"}
+
+
+def test_a_run_of_the_first_version_opens_and_has_the_same_fingerprint():
+    """Its config.json lacks the options that came later; a key that was always there may not be missing."""
+    config = changed(odc_resnet50_imagenet(), seed=3)
+    config = dataclasses.replace(config, fine_tuning=dataclasses.replace(config.fine_tuning, frozen=None))
+    old = json.loads(to_json(config))
+    del old["companions"]
+    for group, names in {
+        "optimiser": ["algorithm"],
+        "clustering": ["neighbours", "final_pass", "kmeans_restarts"],
+        "warm_start": ["fine_share", "fine_clusters"],
+        "fine_tuning": ["frozen", "cached_views"],
+    }.items():
+        for name in names:
+            del old[group][name]
+    text = json.dumps(old)
+    assert from_json(text) == config
+    as_it_was = {**old, "data": "", "weights": None, "workers": None, "device": ""}
+    as_it_was["running"] = dataclasses.asdict(Running(precision=config.running.precision))
+    expected = hashlib.sha256((json.dumps(as_it_was, indent=1) + "\n").encode()).hexdigest()
+    assert fingerprint(from_json(text)) == expected
+    del old["clustering"]["update_interval"]
+    with pytest.raises(UserError, match="update_interval"):
+        from_json(json.dumps(old))

@@ -1,0 +1,540 @@
+"""The explore page in a real browser: what people do with it, and what must never happen."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+
+import numpy as np
+from PIL import Image
+from playwright.sync_api import Page, expect
+
+
+def api(page: Page, path: str) -> dict:
+    return page.request.get(page.address + path).json()
+
+
+def open_view(page: Page, view: str = "") -> None:
+    page.goto(page.address + "/#/" + view)
+
+
+def overview(page: Page) -> None:
+    open_view(page)
+    expect(page.locator(".card .mosaic").first).to_be_visible()
+
+
+def card(page: Page, cluster: int):
+    return page.locator(f'.card[data-key="{cluster}"]')
+
+
+def largest(page: Page, count: int = 1) -> list[dict]:
+    return api(page, f"/api/clusters?sort=size&order=desc&per_page={count}")["clusters"]
+
+
+def shown_order(page: Page) -> list[int]:
+    cards = page.locator(".card")
+    return [int(key) for key in cards.evaluate_all("cards => cards.map(card => card.dataset.key)")]
+
+
+def undo(page: Page) -> None:
+    """Undo by the page's own key and wait until the server has done it."""
+    edits = lambda: sum(not edit["undone"] for edit in api(page, "/api/edits")["edits"])  # noqa: E731
+    before = edits()
+    page.evaluate("document.activeElement?.blur()")
+    page.keyboard.press("Control+z")
+    expect(page.locator(".toast", has_text="Undone").last).to_be_visible()
+    assert edits() == before - 1
+
+
+def test_the_token_opens_the_page_and_nothing_else_does(browser, address, token):
+    with browser.new_context() as context:
+        page = context.new_page()
+        assert page.goto(address + "/").status == 403
+        assert page.goto(f"{address}/?token=wrong").status == 403
+        page.goto(f"{address}/?token={token}")
+        expect(page.locator(".card").first).to_be_visible()
+        assert token not in page.url
+
+
+def test_cards_show_what_the_server_knows(page):
+    overview(page)
+    first = largest(page)[0]
+    assert shown_order(page)[0] == first["id"]
+    expect(card(page, first["id"])).to_contain_text(f"cluster {first['id']}")
+    expect(card(page, first["id"])).to_contain_text(f"{first['size']} images")
+    expect(card(page, first["id"]).locator("img")).to_have_count(min(9, len(first["examples"])))
+    run = api(page, "/api/run")
+    expect(page.locator(".summary")).to_contain_text(f"{run['images']:,} images in {run['clusters']:,} clusters")
+
+
+def test_sorting_follows_the_server(page):
+    overview(page)
+    for order in ("size asc", "tightness desc", "id asc"):
+        key, direction = order.split()
+        expected = [c["id"] for c in api(page, f"/api/clusters?sort={key}&order={direction}")["clusters"]]
+        page.get_by_label("Sort clusters").select_option(order)
+        expect(page.locator(".card").first).to_have_attribute("data-key", str(expected[0]))
+        assert shown_order(page) == expected
+
+
+def test_naming_by_key_searching_and_undoing(page):
+    overview(page)
+    cluster = largest(page)[0]["id"]
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("n")
+    field = page.get_by_label(f"Name of cluster {cluster}")
+    field.fill("not this")
+    field.press("Escape")
+    expect(card(page, cluster)).to_contain_text(f"cluster {cluster}")
+    page.keyboard.press("n")
+    field.fill("Stripes & <b>bold</b>")
+    field.press("Enter")
+    expect(card(page, cluster).locator(".name")).to_have_text("Stripes & <b>bold</b>")
+    expect(card(page, cluster).locator(".mosaic")).to_be_focused()
+
+    page.keyboard.press("/")
+    page.keyboard.type("stripes")
+    expect(page.locator(".card")).to_have_count(1)
+    expect(page.locator(".summary")).to_contain_text("1 of")
+    page.get_by_label("Search clusters by name or number").fill("nothing is called so")
+    expect(page.get_by_text("No cluster fits")).to_be_visible()
+    page.get_by_label("Search clusters by name or number").fill("")
+    page.get_by_role("button", name="Named", exact=True).click()
+    expect(page.locator(".card")).to_have_count(1)
+    page.get_by_role("button", name="All", exact=True).click()
+
+    undo(page)
+    expect(card(page, cluster).locator(".name")).to_have_text(f"cluster {cluster}")
+    page.keyboard.press("Control+Shift+z")
+    expect(card(page, cluster).locator(".name")).to_have_text("Stripes & <b>bold</b>")
+    undo(page)
+
+
+def test_a_name_given_meanwhile_elsewhere_is_not_overwritten(page):
+    overview(page)
+    cluster = largest(page)[0]["id"]
+    card(page, cluster).locator(".name").click()
+    edit = {"action": "name", "cluster": cluster, "name": "theirs", "expected": ""}
+    assert page.request.post(page.address + "/api/edits", data=edit, headers={"X-Odcluster": "1"}).ok
+    page.get_by_label(f"Name of cluster {cluster}").fill("mine")
+    page.allow_failures(409)
+    page.keyboard.press("Enter")
+    expect(page.locator(".toast.bad")).to_be_visible()
+    expect(card(page, cluster).locator(".name")).to_have_text("theirs")
+    undo(page)
+
+
+def test_reviewing(page):
+    overview(page)
+    cluster = largest(page)[0]["id"]
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("r")
+    expect(card(page, cluster).locator(".tick")).to_have_attribute("aria-pressed", "true")
+    page.get_by_role("button", name="To review").click()
+    expect(card(page, cluster)).to_have_count(0)
+    page.get_by_role("button", name="All", exact=True).click()
+    card(page, cluster).locator(".tick").click()
+    expect(card(page, cluster).locator(".tick")).to_have_attribute("aria-pressed", "false")
+    undo(page)
+    undo(page)
+
+
+def test_merging_cards(page):
+    overview(page)
+    first, second = largest(page, 2)
+    page.get_by_role("button", name="Merge clusters").click()
+    card(page, first["id"]).locator(".mosaic").click()
+    card(page, second["id"]).locator(".mosaic").click()
+    page.get_by_role("region", name="Merge clusters").get_by_role("button", name="Merge", exact=True).click()
+    expect(card(page, second["id"])).to_have_count(0)
+    expect(card(page, first["id"])).to_contain_text(f"{first['size'] + second['size']} images")
+    undo(page)
+    expect(card(page, second["id"])).to_have_count(1)
+
+
+def test_merging_on_the_cluster_page_with_the_keyboard(page):
+    first, second = largest(page, 2)
+    open_view(page, f"cluster/{first['id']}")
+    expect(page.locator(".tile").first).to_be_visible()
+    page.keyboard.press("m")
+    page.get_by_label("Search clusters").fill(f"cluster {second['id']}")
+    page.get_by_role("dialog").get_by_role("button", name=re.compile(rf"^cluster {second['id']} ?\d")).click()
+    page.get_by_role("button", name="Merge 1 cluster").click()
+    expect(page.locator(".cluster-head")).to_contain_text(f"merged from cluster {second['id']}")
+    undo(page)
+    expect(page.locator(".cluster-head")).not_to_contain_text("merged from")
+
+
+def test_the_cluster_page_lists_images_from_most_to_least_central(page):
+    first = largest(page)[0]
+    open_view(page, f"cluster/{first['id']}")
+    tiles = page.locator(".tile")
+    expect(tiles).to_have_count(first["size"])
+    items = api(page, f"/api/clusters/{first['id']}?order=central")["images"]["items"]
+    assert [i["id"] for i in items] == [int(k) for k in tiles.evaluate_all("t => t.map(x => x.dataset.key)")]
+    expect(tiles.first.locator(".picture")).to_have_attribute("title", items[0]["name"].replace("\r\n", "\n"))
+    outliers = sum(item["outlier"] for item in items)
+    expect(page.locator(".mark.outlier")).to_have_count(outliers)
+    page.get_by_role("button", name="Least central first").click()
+    expect(tiles.first).to_have_attribute("data-key", str(items[-1]["id"]))
+    expect(page.locator(".near").first).to_be_visible()
+    page.locator(".near").first.click()
+    expect(page).not_to_have_url(re.compile(f"cluster/{first['id']}$"))
+    page.keyboard.press("Escape")
+    expect(page.locator(".card").first).to_be_visible()
+
+
+def test_selecting_moving_and_excluding(page):
+    first = largest(page)[0]
+    open_view(page, f"cluster/{first['id']}")
+    pictures = page.locator(".tile .picture")
+    pictures.nth(0).click()
+    pictures.nth(2).click(modifiers=["Shift"])
+    bar = page.get_by_role("region", name="Selected images")
+    expect(bar).to_contain_text("3 images selected")
+    page.keyboard.press("Escape")
+    expect(bar).to_be_hidden()
+
+    start, end = pictures.nth(0).bounding_box(), pictures.nth(1).bounding_box()
+    page.mouse.move(start["x"] + 20, start["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(end["x"] + 30, end["y"] + 40, steps=4)
+    page.mouse.up()
+    expect(bar).to_contain_text("2 images selected")
+    bar.get_by_role("button", name="New cluster").click()
+    expect(page.locator(".cluster-title")).to_contain_text(f"{first['size'] - 2} images")
+    undo(page)
+    expect(page.locator(".cluster-title")).to_contain_text(f"{first['size']} images")
+
+    excluded = int(page.locator(".tile").first.get_attribute("data-key"))
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Home")
+    page.keyboard.press("x")
+    tile = page.locator(f'.tile[data-key="{excluded}"]')
+    expect(tile.locator(".mark.excluded")).to_be_visible()
+    assert api(page, f"/api/images/{excluded}")["excluded"]
+    tile.locator(".picture").click()
+    bar.get_by_role("button", name="Include again").click()
+    expect(tile.locator(".mark.excluded")).to_have_count(0)
+    assert not api(page, f"/api/images/{excluded}")["excluded"]
+    undo(page)
+    undo(page)
+
+
+def test_moving_to_a_cluster_that_is_picked(page):
+    first, second = largest(page, 2)
+    open_view(page, f"cluster/{first['id']}")
+    moved = int(page.locator(".tile").first.get_attribute("data-key"))
+    page.locator(".tile .picture").first.click()
+    page.get_by_role("button", name="Move to …").click()
+    page.get_by_label("Search clusters").fill(f"cluster {second['id']}")
+    page.get_by_role("dialog").get_by_role("button", name=re.compile(rf"^cluster {second['id']} ?\d")).click()
+    expect(page.locator(f'.tile[data-key="{moved}"]')).to_have_count(0)
+    open_view(page, f"cluster/{second['id']}")
+    expect(page.locator(f'.tile[data-key="{moved}"] .mark.moved')).to_be_visible()
+    undo(page)
+
+
+def test_one_image_large(page):
+    first = largest(page)[0]
+    open_view(page, f"cluster/{first['id']}")
+    expect(page.locator(".tile").first).to_be_visible()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    viewer = page.get_by_role("dialog")
+    ids = [int(key) for key in page.locator(".tile").evaluate_all("t => t.map(x => x.dataset.key)")]
+    expect(viewer.locator("img.large")).to_have_attribute("src", f"/image/{ids[0]}")
+    expect(viewer).to_contain_text(re.compile("20 . 20 pixels"))
+    page.keyboard.press("ArrowRight")
+    expect(viewer.locator("img.large")).to_have_attribute("src", f"/image/{ids[1]}")
+    page.keyboard.press("s")
+    expect(page).to_have_url(re.compile(f"#/similar/{ids[1]}$"))
+    expect(page.locator(".tile .note").first).to_be_visible()
+    scores = [float(score) for score in page.locator(".tile .note").all_text_contents()]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_dropping_an_image_finds_similar_ones(page, photos):
+    overview(page)
+    path = photos / "image0007.png"
+    encoded = base64.b64encode(path.read_bytes()).decode()
+    page.evaluate(
+        """encoded => {
+            const bytes = Uint8Array.from(atob(encoded), c => c.charCodeAt(0));
+            const transfer = new DataTransfer();
+            transfer.items.add(new File([bytes], "<img src=x onerror=alert(1)>.png", { type: "image/png" }));
+            for (const type of ["dragenter", "dragover", "drop"])
+                document.body.dispatchEvent(
+                    new DragEvent(type, { dataTransfer: transfer, bubbles: true, cancelable: true }));
+        }""",
+        encoded,
+    )
+    expect(page.locator(".subject")).to_contain_text("<img src=x onerror=alert(1)>.png")
+    expect(page.locator(".subject")).to_contain_text("confidence")
+    assert page.locator("#drop").is_hidden()
+    answer = page.request.post(
+        page.address + "/api/similar", data=path.read_bytes(), headers={"X-Odcluster": "1"}
+    ).json()
+    tiles = page.locator(".tile")
+    expect(tiles).to_have_count(len(answer["items"]))
+    assert [i["id"] for i in answer["items"]] == [int(k) for k in tiles.evaluate_all("t => t.map(x => x.dataset.key)")]
+
+
+def test_a_file_that_is_no_image_is_refused_with_a_sentence(page):
+    open_view(page, "similar")
+    page.allow_failures(400)
+    page.get_by_label("Image file").set_input_files(
+        {"name": "a.png", "mimeType": "image/png", "buffer": b"not an image"}
+    )
+    expect(page.locator(".toast.bad")).to_be_visible()
+    assert page.locator(".toast.bad span").first.text_content().endswith(".")
+
+
+def test_choosing_a_file(page):
+    open_view(page, "similar")
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((24, 24, 3), 90, np.uint8)).save(buffer, "PNG")
+    page.get_by_label("Image file").set_input_files(
+        {"name": "grey.png", "mimeType": "image/png", "buffer": buffer.getvalue()}
+    )
+    expect(page.locator(".subject")).to_contain_text("grey.png")
+    expect(page.locator(".tile").first).to_be_visible()
+
+
+def wait_for_map(page: Page) -> None:
+    expect(page.locator(".map-info")).to_contain_text("images")
+    expect(page.locator(".map-notice")).to_be_hidden()
+
+
+def test_lasso_on_the_map(page):
+    open_view(page, "map")
+    wait_for_map(page)
+    total = api(page, "/api/run")["images"]
+    page.get_by_role("button", name="Show all").click()
+    page.keyboard.press("l")
+    box = page.locator("canvas.over").bounding_box()
+    middle = (box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    corners = [(box["x"] + 20, box["y"] + 90), (middle[0], box["y"] + 90), (middle[0], box["y"] + box["height"] - 20)]
+    page.mouse.move(*corners[0])
+    page.mouse.down()
+    for corner in [*corners[1:], (box["x"] + 20, box["y"] + box["height"] - 20)]:
+        page.mouse.move(*corner, steps=3)
+    page.mouse.up()
+    panel = page.get_by_role("complementary", name="Selected images")
+    expect(panel.locator(".tile").first).to_be_visible()
+    count = int(panel.locator(".actions-text").text_content().split()[0])
+    assert 0 < count < total
+    kept = int(panel.locator(".tile").first.get_attribute("data-key"))
+    panel.locator(".tile .picture").first.click()
+    expect(panel).to_contain_text(f"{count - 1} images selected")
+    clusters = api(page, "/api/run")["clusters"]
+    panel.get_by_role("button", name="New cluster").click()
+    expect(panel).to_be_hidden()
+    new = max(cluster["id"] for cluster in api(page, "/api/clusters?per_page=100")["clusters"])
+    assert new >= clusters
+    answer = api(page, f"/api/clusters/{new}")
+    assert answer["cluster"]["size"] == count - 1
+    assert kept not in [image["id"] for image in answer["images"]["items"]]
+    undo(page)
+
+
+def test_the_map_names_what_is_under_the_pointer_and_zooms(page):
+    open_view(page, "map")
+    wait_for_map(page)
+    page.get_by_role("button", name="Show all").click()
+    points = page.evaluate(
+        """async () => {
+            const view = new DataView(await (await fetch("/api/map?kind=pca")).arrayBuffer());
+            return Array.from({ length: view.byteLength / 16 }, (_, i) =>
+                [view.getInt32(16 * i, true), view.getFloat32(16 * i + 4, true), view.getFloat32(16 * i + 8, true)]);
+        }"""
+    )
+    box = page.locator("canvas.over").bounding_box()
+    scale = min(box["width"], box["height"]) / 2 * 0.94
+    image, x, y = points[0]
+    place = (box["x"] + box["width"] / 2 + x * scale, box["y"] + box["height"] / 2 - y * scale)
+    close = {i for i, px, py in points if np.hypot(px - x, py - y) * scale < 2}
+    page.mouse.move(*place)
+    tip = page.locator(".tip")
+    expect(tip).to_be_visible()
+    assert int(re.search(r"/thumb/(\d+)", tip.locator("img").get_attribute("src")).group(1)) in close
+    assert image in close
+    before = page.screenshot()
+    page.mouse.wheel(0, -400)
+    page.mouse.move(box["x"] + 5, box["y"] + box["height"] - 5)
+    expect(tip).to_be_hidden()
+    assert page.screenshot() != before
+
+
+def test_oddities(page):
+    open_view(page, "oddities/outliers")
+    expect(page.locator(".tile, .empty:visible").first).to_be_visible()
+    page.get_by_role("link", name="Near-duplicates").click()
+    expect(page.locator(".groups")).to_be_visible()
+    group = api(page, "/api/oddities?kind=duplicates")["groups"][0]["ids"]
+    expect(page.locator(".group").first.locator("img")).to_have_count(min(12, len(group)))
+    page.locator(".group").first.get_by_role("button", name=re.compile("^Exclude")).click()
+    expect(page.locator(".toast")).to_contain_text("Excluded")
+    assert [api(page, f"/api/images/{image}")["excluded"] for image in group] == [False] + [True] * (len(group) - 1)
+    undo(page)
+
+
+def test_training_curves(page):
+    open_view(page, "training")
+    expect(page.locator(".chart").first).to_be_visible()
+    expect(page.locator(".summary")).to_contain_text("Finished")
+    loss = page.locator(".chart", has=page.get_by_text("Loss", exact=True))
+    loss.locator("svg").hover()
+    expect(loss.locator(".reading")).to_contain_text("step")
+
+
+def test_edits_are_listed_and_undone_there(page):
+    overview(page)
+    cluster = largest(page)[0]["id"]
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("r")
+    expect(card(page, cluster).locator(".tick")).to_have_attribute("aria-pressed", "true")
+    open_view(page, "edits")
+    newest = page.locator(".edits li").first
+    expect(newest).to_be_visible()
+    page.get_by_role("button", name="Undo", exact=True).last.click()
+    expect(newest).to_have_class("undone")
+    page.get_by_role("button", name="Redo", exact=True).click()
+    expect(newest).not_to_have_class("undone")
+    undo(page)
+
+
+def test_nasty_file_names_are_text(page, nasty_names):
+    """The page fixture fails the test on any dialog or console error."""
+    assert len(nasty_names) == 5
+    for image, name in nasty_names.items():
+        open_view(page, f"similar/{image}")
+        page.wait_for_function("name => document.querySelector('.subject .filename')?.textContent === name", arg=name)
+        page.locator(".tile .corner").first.click(force=True)
+        expect(page.get_by_role("dialog")).to_be_visible()
+        page.keyboard.press("Escape")
+    assert page.evaluate("document.querySelectorAll('main script, main b, [onerror]').length") == 0
+
+
+def test_a_phone_shows_all_of_it(phone):
+    cluster = largest(phone)[0]["id"]
+    for view in ("", f"cluster/{cluster}", "map", "similar/0", "oddities/duplicates", "training", "edits"):
+        open_view(phone, view)
+        expect(phone.locator("main > section")).to_be_visible()
+        phone.wait_for_load_state("networkidle")
+        assert phone.evaluate("document.documentElement.scrollWidth") <= 390, view
+        expect(phone.locator("#nav a").first).to_be_in_viewport()
+        expect(phone.locator("#nav a").last).to_be_in_viewport(ratio=1)
+
+
+def test_dark_and_light(page):
+    colour = "getComputedStyle(document.body).backgroundColor"
+    page.emulate_media(color_scheme="dark")
+    overview(page)
+    dark = page.evaluate(colour)
+    page.emulate_media(color_scheme="light")
+    light = page.evaluate(colour)
+    assert dark != light
+    page.get_by_role("button", name="Theme: as the system").click()
+    page.get_by_role("button", name="Theme: light").click()
+    assert page.evaluate(colour) == dark
+    page.reload()
+    expect(page.locator(".card").first).to_be_visible()
+    assert page.evaluate(colour) == dark
+
+
+def test_keys_are_listed_and_every_control_has_a_name(page):
+    overview(page)
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog", name="Keys")).to_contain_text("merge clusters")
+    page.keyboard.press("Escape")
+    nameless = page.evaluate(
+        """() => [...document.querySelectorAll("button, a, input, select")].filter(node =>
+            !(node.textContent.trim() || node.getAttribute("aria-label") || node.labels?.length)).length"""
+    )
+    assert nameless == 0
+    assert page.evaluate("[...document.images].every(image => image.hasAttribute('alt'))")
+
+
+def test_edits_of_another_browser_appear(page, browser_page):
+    overview(page)
+    other = browser_page()
+    cluster = largest(page)[0]["id"]
+    overview(other)
+    card(other, cluster).locator(".name").click()
+    other.get_by_label(f"Name of cluster {cluster}").fill("from there")
+    other.keyboard.press("Enter")
+    expect(card(page, cluster).locator(".name")).to_have_text("from there")
+    undo(page)
+
+
+def test_a_server_that_is_gone_is_said(page):
+    overview(page)
+    page.allow_failures()
+    page.route("**/api/**", lambda route: route.abort())
+    expect(page.locator("#banner")).to_contain_text("odcluster explore")
+    page.unroute("**/api/**")
+    expect(page.locator("#banner")).to_be_hidden()
+
+
+def test_a_missing_cluster_is_said(page):
+    page.allow_failures(404)
+    open_view(page, "cluster/987654")
+    expect(page.get_by_role("link", name="All clusters")).to_be_visible()
+
+
+def test_ten_thousand_clusters_and_two_hundred_thousand_points_stay_fluent(page):
+    """The server's answers are replaced: only the page is looked at."""
+
+    def clusters(route):
+        query = dict(part.split("=") for part in route.request.url.split("?")[1].split("&"))
+        first = int(query.get("page", 0)) * int(query["per_page"])
+        made = [
+            {"id": i, "name": "", "size": 10, "tightness": 0.5, "change": None, "reviewed": False, "merged": []}
+            | {"examples": [0] * 9}
+            for i in range(first, first + int(query["per_page"]))
+        ]
+        route.fulfill(json={"total": 10_000, "page": 0, "clusters": [] if "named" in query.get("show", "") else made})
+
+    def points(route):
+        random = np.random.default_rng(0)
+        records = np.empty(200_000, [("id", "<i4"), ("x", "<f4"), ("y", "<f4"), ("cluster", "<i4")])
+        records["id"] = np.arange(len(records))
+        records["x"], records["y"] = random.normal(0, 0.3, (2, len(records))).clip(-1, 1)
+        records["cluster"] = random.integers(0, 500, len(records))
+        route.fulfill(body=records.tobytes(), headers={"X-Total": "1000000"}, content_type="application/octet-stream")
+
+    page.route("**/api/clusters?**", clusters)
+    page.route("**/api/map?**", points)
+    overview(page)
+    page.evaluate("scrollTo(0, document.body.scrollHeight)")
+    expect(card(page, 9_999)).to_be_visible()
+    assert page.locator(".card").count() < 200
+
+    open_view(page, "map")
+    expect(page.locator(".map-info")).to_contain_text("200,000 of 1,000,000 images")
+    page.evaluate(
+        """async () => {
+            const { Scatter } = await import("/app/scatter.js");
+            const scatter = new Scatter(document.querySelector("canvas.points"));
+            const n = 200000, random = () => Float32Array.from({ length: n }, () => Math.random() * 2 - 1);
+            scatter.setPoints({ ids: new Int32Array(n), x: random(), y: random(), clusters: new Int32Array(n) });
+            scatter.colours.fill(0xff8040c0);
+            window.drawFrame = () => { scatter.panBy(3, 2); scatter.draw(); };
+            window.drawFrame();
+        }"""
+    )
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+    before = processor_seconds(session)
+    page.evaluate("() => { for (let i = 0; i < 20; i++) drawFrame(); }")
+    frame = (processor_seconds(session) - before) / 20
+    print(f"a frame of 200,000 points: {1000 * frame:.1f} ms")
+    assert 0.0005 < frame < 0.06
+
+
+def processor_seconds(session) -> float:
+    """What the page's thread has used; a busy machine does not change it much."""
+    metrics = session.send("Performance.getMetrics")["metrics"]
+    return next(metric["value"] for metric in metrics if metric["name"] == "ThreadTime")
