@@ -56,6 +56,7 @@ def benchmarks(given: argparse.Namespace) -> list[Benchmark]:
         Benchmark("step"),
         Benchmark("training", images, packages=("lightly",)),
         Benchmark("startup"),
+        Benchmark("explore"),
         Benchmark(
             "svm",
             [*voc, "--untrained", "resnet18", "--layer", "res4", "--classes", "4"],

@@ -33,9 +33,9 @@ def odc_small() -> Config:
 
     Where it leaves the paper, and why: features are compared with the centroids memory itself (no classifier to retrain
     whenever labels move); no dropout and no final ReLU; two milder views; batch-norm statistics are settled before the
-    first clusters; images of a batch are also told apart by their two views, and rotations are predicted meanwhile,
-    because labels alone say little while images have been seen few times; AdamW, because steps are few. Features are
-    learned with one cluster per 10 images; the last fifth of the epochs makes the clusters that people get.
+    first clusters; images of a batch are also told apart by their two views, because labels alone say little while
+    images have been seen few times; AdamW, because steps are few. Features are learned with one cluster per 10 images;
+    the last fifth of the epochs makes the clusters that people get.
     """
     return Config(
         recipe="odc_small",
@@ -45,7 +45,7 @@ def odc_small() -> Config:
         head=Head(dropout=0.0, final_relu=False, neck_norm="standard", classifier="prototypes"),
         clustering=Clustering(small_cluster=None, calibration_batches=20, final_pass=True),
         warm_start=WarmStart(fine_share=0.8),
-        companions=Companions(instance_weight=1.0, rotation_weight=0.5),
+        companions=Companions(instance_weight=1.0),
         optimiser=Optimiser(algorithm="adamw", weight_decay=1e-3, schedule="cosine", sampling="permutation"),
     )
 
@@ -235,8 +235,9 @@ def finetune_odc() -> Config:
     """ODC from weights you have: on a CPU or with few images the backbone stays as it is and ODC trains the neck.
 
     Command: odcluster train DATA --backbone NAME --weights FILE
-    Time: FROZEN
-    Expected: FIGURES
+    Time: that of one forward pass per image and cached view: 5,008 photos at 224 px with EfficientNet-Lite0 and two
+    views took 21 minutes on two busy CPU cores, 14 of them for the features.
+    Expected: on those photos (VOC 2007), 20 clusters had NMI 0.68 with the class; k-means 0.64 - 0.67 (docs/recipe.md).
 
     The first half learns with many fine clusters and the labels of nearest neighbours, the second with the clusters
     that people get. Where all of the backbone is trained (--frozen False), its rate is low, and the report at the end

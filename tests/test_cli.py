@@ -53,9 +53,9 @@ def test_options_that_are_not_given_are_chosen_printed_and_stored(capsys, image_
     flat = {**config, **{k: v for group in GROUPS for k, v in config[group].items()}}
     for name in ("clusters", "image_size", "batch_size", "workers", "precision", "epochs", "backbone", "crop_size"):
         assert flat[name] not in (None, "auto"), name
-    assert (config["clusters"], config["image_size"], config["backbone"]) == (9, 20, "smallconv")
+    assert (config["clusters"], config["image_size"], config["backbone"]) == (10, 20, "smallconv")
     log = (tmp_path / "run" / "train.log").read_text()
-    assert "one per 10 of 97 images" in log
+    assert "the square root of 97" in log
 
 
 def test_an_existing_run_is_not_overwritten(capsys, image_folder, tmp_path):

@@ -162,7 +162,7 @@ def train(
     crop_size: int = 24,
     backbone_name: str = "smallconv",
 ) -> dict[str, float]:
-    """Train for so many steps, or as many as fit into the minutes; returns what was done. Writes the backbone to `out`."""
+    """Train for so many steps, or as many as fit into the minutes; returns what was done. The backbone is at `out`."""
     torch.manual_seed(seed)
     backbone = create_backbone(backbone_name, image_size=image_size)
     backbone.to(memory_format=torch.channels_last)

@@ -229,6 +229,7 @@ class Curation:
             if details.get("to") == "new":  # behind the undone ones too: a redo must find its number free
                 made = [edit.details["to"] for edit in edits if edit.action == "move" and edit.details["new"]]
                 details["to"] = max([num_clusters - 1, *made]) + 1
+            database.execute("UPDATE edits SET undone = 2 WHERE undone = 1")  # it forgets what could be redone
             now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             values = (now, action, json.dumps(details))
             place = database.execute("INSERT INTO edits (time, action, details) VALUES (?, ?, ?)", values).lastrowid
@@ -241,8 +242,7 @@ class Curation:
 
     def redo(self) -> Edit:
         """Put the edit that was undone last in force again; a new edit in between forgets it, as everywhere."""
-        after = "undone = 1 AND id > (SELECT coalesce(max(id), 0) FROM edits WHERE undone = 0) ORDER BY id"
-        return self._mark(after, undone=False, none="there is nothing to redo")
+        return self._mark("undone = 1 ORDER BY id", undone=False, none="there is nothing to redo")
 
     def close(self) -> None:
         with self._lock:
@@ -295,6 +295,19 @@ class Curation:
                     f"{self.path} cannot be written ({error}); check its permissions and the space on the disk"
                 ) from error
 
+    @staticmethod
+    def _use_log(database: sqlite3.Connection) -> None:
+        """Write-ahead logging. While others open the same new file, SQLite refuses this at once instead of waiting."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            try:
+                database.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+
     def _open(self) -> sqlite3.Connection:
         """Make the file if need be. One that cannot be written to is only read."""
         place = self.path.absolute().as_uri()
@@ -308,7 +321,7 @@ class Curation:
         )
         try:
             if writable:
-                database.execute("PRAGMA journal_mode = WAL")
+                self._use_log(database)
                 database.execute(
                     "CREATE TABLE IF NOT EXISTS edits (id INTEGER PRIMARY KEY, time TEXT NOT NULL, "
                     "action TEXT NOT NULL, details TEXT NOT NULL, undone INTEGER NOT NULL DEFAULT 0)"

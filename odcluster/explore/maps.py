@@ -29,7 +29,7 @@ MOST_POINTS = 200_000
 MOST_UMAP = 50_000
 MOST_COVARIANCE = 20_000
 """Images from which the directions of PCA are taken."""
-COMMAND = [sys.executable, "-m", "odcluster.explore.maps"]
+COMMAND = [sys.executable, "-P", "-m", "odcluster.explore.maps"]  # -P: nothing from the folder it was started in
 """The other process: `compute_umap`."""
 RECORD = np.dtype([("id", "<i4"), ("x", "<f4"), ("y", "<f4"), ("cluster", "<i4")])
 

@@ -41,8 +41,8 @@ CANDIDATES = 0.6
 to 0.95, no more than any neighbours; pretrained features put them at 0.7 to 1, and neighbours at 0.65."""
 ALIKE = 0.75
 """Correlation of two small pictures from which on they are the same: copies (of half the size, as JPEG of quality 30,
-brighter, grey) have 0.95 and more, those cut by 5 % mostly 0.75 and more; of 15 million other pairs of photos 11 had
-that much, eight of them shots of the same thing."""
+brighter, grey) have 0.95 and more, those cut by 5 % mostly 0.75 and more; of 15 million other pairs of photos fewer
+than 20 had that much, most of them shots of the same thing."""
 EXACT_ROWS = 200_000
 """Up to this many rows, every pair is compared."""
 MOST_PICTURES = 50_000

@@ -162,7 +162,7 @@ def summary_section(collection: Collection, view: View, status: Status, title: s
             facts.append(("mean similarity to the centre", f"{np.nanmean(clusters.similarities):.2f}"))
     series = collection.history.series()
     if changes := series.get("change"):
-        facts.append(("labels changed per step, at the end", f"{changes[-1][1]:.1%}"))
+        facts.append(("labels changed per step of late", f"{changes[-1][1]:.1%}"))
     if seconds := trained_seconds(collection):
         facts.append(("trained for", duration(seconds)))
     state = {"finished": "finished", "training": "training", "stopped": "stopped"}[status.state]

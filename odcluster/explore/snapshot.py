@@ -239,8 +239,8 @@ def segment_means(ordered: Floats, starts: NDArray[np.int64]) -> Floats:
 def outlier_limits(
     similarities: Floats, labels: Labels, num_clusters: int, typical: float | None = None
 ) -> tuple[NDArray[np.float64], float]:
-    """Below which similarity an image of each cluster is an outlier [C], by the rule of `oddities.outliers`; and the
-    deviation that is typical over all images, unless it is given.
+    """Below which similarity an image of each cluster is an outlier [C], by the rule of
+    `oddities.far_from_their_cluster`; and the deviation that is typical over all images, unless it is given.
     """
     known = np.flatnonzero((labels >= 0) & np.isfinite(similarities))
     limits = np.full(num_clusters, -np.inf)

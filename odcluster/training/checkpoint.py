@@ -50,8 +50,8 @@ def reached(point: str) -> None:
 def save(directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
     """Write one checkpoint; raises NotSaved (disk full, no permission) with everything older left untouched."""
     final = directory / f"step-{step:08d}"
-    if is_valid(final):  # the same step of the same run has the same state
-        return final
+    if is_valid(final) and read_state(final).get("finished") == state.get("finished"):
+        return final  # the same step of the same run has the same state
     prepared = directory / f".tmp-{step:08d}-{os.getpid()}"
     try:
         reached("before mkdir")
@@ -72,7 +72,7 @@ def save(directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]]
         write_flushed(prepared / "state.json", json.dumps({**content, "sha256": content_hash(content)}, indent=1))
         flush(prepared)
         reached("before rename")
-        shutil.rmtree(final, ignore_errors=True)  # an invalid one of the same step
+        shutil.rmtree(final, ignore_errors=True)  # an invalid one of the same step, or the last step before the end
         os.rename(prepared, final)
         flush(directory)
         reached("after rename")

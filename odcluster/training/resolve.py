@@ -140,6 +140,8 @@ def resolve(config: Config, source: Source, device: torch.device) -> tuple[Confi
 
 def choose_frozen(config: Config, count: int, device: torch.device) -> tuple[bool, str]:
     """Whether the backbone stays as it is: wherever weights bring good features and training them is not worth it."""
+    if config.fine_tuning.freeze_stages or config.fine_tuning.layer_decay != 1:
+        return False, "--freeze-stages and --layer-decay say how the backbone is trained"
     if device.type == "cpu":
         return True, "on a CPU: the features of the weights are computed once, ODC trains the neck on them"
     if count < FEW_IMAGES:

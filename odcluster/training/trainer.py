@@ -190,7 +190,8 @@ class Trainer:
                 self._record_sizes(epoch)
             if self.step % self.config.running.log_interval == 0 or self.step == self.schedule.total_steps:
                 self._log(epoch)
-            if time.monotonic() - self.last_save > self.config.running.checkpoint_minutes * 60:
+            due = time.monotonic() - self.last_save > self.config.running.checkpoint_minutes * 60
+            if due and self.step < self.schedule.total_steps:  # the end is saved once it is complete
                 self.save()
             self.stop.poll()
             asked = time.monotonic()

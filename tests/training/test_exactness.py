@@ -25,7 +25,6 @@ METHODS = {
         "algorithm": "adamw",
         "warm_share": 0.0,
         "instance_weight": 1.0,
-        "negatives": 20,
         "rotation_weight": 0.5,
     },
     "paper": {"recipe": "odc_resnet50_imagenet", "lr": 0.01},

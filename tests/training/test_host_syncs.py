@@ -98,7 +98,17 @@ def counted_steps(
 
         self.method.after_step = noting  # type: ignore[method-assign]
         with questions(monkeypatch) as found:
+            stepping = self.optimizer.step
+
+            def uncounted() -> None:
+                before = Counter(found.asked)
+                stepping()  # AdamW counts its steps on the CPU
+                found.asked.clear()
+                found.asked.update(before)
+
+            self.optimizer.step = uncounted  # type: ignore[assignment]
             original(self, raw, epoch)
+            self.optimizer.step = stepping  # type: ignore[method-assign]
         del self.method.after_step
         if handled and handled[0] >= 0:
             counted.append((handled[0] > 0, found.asked))

@@ -20,7 +20,7 @@ async function edit(body, message) {
   }
 }
 
-export function nameCluster(card, name) {
+function nameCluster(card, name) {
   const named = name ? `Cluster ${card.id} is now called “${name}”.` : `Cluster ${card.id} has no name any more.`;
   return edit({ action: "name", cluster: card.id, name, expected: card.name }, named);
 }

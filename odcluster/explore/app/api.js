@@ -2,7 +2,7 @@
 
 import { sentence } from "./dom.js";
 
-export class Problem extends Error {
+class Problem extends Error {
   constructor(message, status = 0, body = null) {
     super(message);
     this.status = status;

@@ -112,7 +112,7 @@ function path(points, across, up) {
 }
 
 /** About `count` round numbers that span low to high. */
-export function ticks(low, high, count) {
+function ticks(low, high, count) {
   if (!(high > low)) return [low];
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));

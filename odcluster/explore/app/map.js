@@ -63,8 +63,7 @@ export function map(_, parameters) {
       return;
     }
     if (!maps.includes(kind)) kind = maps[0];
-    kinds.replaceChildren(...(maps.length > 1 ? maps.map(kindButton) : []));
-    kinds.hidden = maps.length < 2;
+    drawKinds(maps);
     const answer = await getMap(kind);
     if (closed) return;
     if (answer.pending) {
@@ -85,15 +84,25 @@ export function map(_, parameters) {
     colour();
   }
 
-  function kindButton(value) {
-    const words = { pca: "PCA", umap: "UMAP" }[value] ?? value;
-    const choose = () => {
-      kind = value;
-      fit();
-      hidePanel();
-      refresh().catch(complain);
-    };
-    return button({ "aria-pressed": value === kind, onclick: choose }, words);
+  function drawKinds(maps) {
+    const words = { pca: "PCA", umap: "UMAP" };
+    const one = (value) => button({ "aria-pressed": value === kind, onclick: () => choose(value) }, words[value] ?? value);
+    kinds.replaceChildren(...maps.map(one));
+    kinds.hidden = maps.length < 2;
+  }
+
+  async function choose(value) {
+    kind = value;
+    fit();
+    hidePanel();
+    try {
+      await refresh();
+    } catch (error) {
+      complain(error);
+      if (closed || !data) return;
+      kind = data.kind; // what is still shown
+      drawKinds(store.run.maps);
+    }
   }
 
   function isDark() {

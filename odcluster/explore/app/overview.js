@@ -24,7 +24,7 @@ const SORTS = {
 const SHOWS = { all: "All", named: "Named", unreviewed: "To review" };
 
 /** How the list was last asked for, so that the cluster page knows what comes before and after. */
-export const listing = { sort: "size", order: "desc", search: "", show: "all" };
+const listing = { sort: "size", order: "desc", search: "", show: "all" };
 
 export function address(page, perPage = PAGE) {
   return `/api/clusters?${query({ ...listing, page, per_page: perPage })}`;
