@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup demo test test-browser bench lint check clean
+.PHONY: help setup demo test chromium test-browser bench lint check clean
 BROWSER ?= $(firstword $(shell command -v chromium chromium-browser google-chrome))
 
 help:
@@ -34,13 +34,16 @@ check: setup
 	$(BIN)/lint-imports
 
 test: check
-	@echo "Tests: about four minutes on two cores."
+	@echo "Tests: about five minutes on two cores."
 	$(BIN)/pytest -n 2
 
-test-browser: setup
-	@test -n "$(BROWSER)" || { echo "Installing Debian's Chromium."; { apt-get install -y -q chromium || { apt-get update -q && apt-get install -y -q chromium; }; } > /dev/null || \
+chromium:
+	@test -n "$(BROWSER)" || { echo "Installing Debian's Chromium."; \
+	  { apt-get install -y -q chromium || { apt-get update -q && apt-get install -y -q chromium; }; } > /dev/null || \
 	  { echo "There is no Chromium and it cannot be installed here: install one, or name it with BROWSER=..."; exit 1; }; }
-	ODCLUSTER_BROWSER="$${BROWSER:-$$(command -v $(or $(BROWSER),chromium))}" $(BIN)/pytest tests/browser
+
+test-browser: setup chromium
+	ODCLUSTER_BROWSER="$$(command -v $(or $(BROWSER),chromium))" $(BIN)/pytest tests/browser
 
 # Options go in BENCH: make bench BENCH="--images train_webp.npz --voc VOC2007"
 bench: setup

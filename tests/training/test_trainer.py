@@ -109,8 +109,10 @@ def test_an_image_deleted_while_training_is_left_out_and_its_row_kept(tmp_path, 
     assert list(csv.DictReader((run / "clusters.csv").open()))[11]["cluster"] != "-1"
 
 
-@pytest.mark.parametrize("whole_group", [False, True])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("number", "whole_group"),
+    [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGUSR1, True)],
+)
 def test_a_signal_saves_and_exits_75(number, whole_group, image_folder, tmp_path):
     run = tmp_path / "run"
     changes = {"epochs": 3000, "workers": 2 if whole_group else 0}
