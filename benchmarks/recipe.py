@@ -44,7 +44,6 @@ from odcluster.training.devices import StopFlag
 from odcluster.training.metrics import read_metrics
 from odcluster.training.run import open_run
 
-sys.path.insert(0, str(Path(__file__).parent))
 CPU = torch.device("cpu")
 LAYERS = ["conv1", "conv2", "conv3", "conv4", "conv5"]
 OURS: dict[str, dict[str, Any]] = {
@@ -61,7 +60,7 @@ PEERS: dict[str, dict[str, Any]] = {
     "simclr": {"lr": 0.05},
     "supervised": {"lr": 0.05},
 }
-"""Chosen from a few rates each; what was tried is in docs/recipe.md."""
+"""Starting points, not tuned yet: only SimCLR at this rate was tried (docs/recipe.md)."""
 
 
 def record(out: Path, command: str, **result: Any) -> None:
@@ -94,7 +93,7 @@ def scratch(given: argparse.Namespace, command: str) -> None:
             reference = dataclasses.replace(api.recipe_of("odc_small"), seed=seed, backbone="smallconv", epochs=1,
                                             image_size=32, clusters=10, batch_size=128, workers=1)  # fmt: skip
             quiet = Console(quiet=True)
-            method = api.build_method(dataclasses.replace(reference), len(sources[0]), CPU, quiet)
+            method = api.build_method(reference, len(sources[0]), CPU, quiet)
             with (
                 api.build_loader(reference, sources[0], method, CPU, quiet, StopFlag()) as train,
                 api.build_loader(reference, sources[1], method, CPU, quiet, StopFlag()) as test,

@@ -16,12 +16,18 @@ from odcluster.clustering.kmeans import BLOCK, accumulator_dtype
 @torch.no_grad()
 def pca_whiten(rows: Tensor, dim: int) -> Tensor:
     """Project rows [N, D] on their first principal components, each scaled to variance 1: [N, min(dim, D, N - 1)]."""
+    mean, projection = whitening(rows, dim)
+    return _project(rows, mean, projection)
+
+
+def whitening(rows: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Mean [D] and projection [D, d] that whiten these rows, and others like them."""
     mean, covariance, components, variances = _components(rows, dim)
     # float32 rows carry a rounding error of about eps |x|: a direction with less variance than that is made of it
     # (dead channels, few distinct rows) and is not blown up to 1, but stays near 0.
     power = float(covariance.trace() + mean.square().sum())  # mean of |x|^2
     floor = max(torch.finfo(torch.float32).eps ** 2 * power, torch.finfo(torch.float32).tiny)
-    return _project(rows, mean, components * variances.clamp(min=floor).rsqrt())
+    return mean, (components * variances.clamp(min=floor).rsqrt()).to(mean)
 
 
 @torch.no_grad()

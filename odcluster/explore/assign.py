@@ -31,8 +31,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from odcluster.clustering.kmeans import BLOCK, cluster_sums, nearest_centroids
-from odcluster.clustering.pca import mean_and_covariance, principal_components
+from odcluster.clustering.kmeans import cluster_sums, nearest_centroids
+from odcluster.clustering.pca import whitening
 from odcluster.data.sources import Source
 from odcluster.errors import DataError
 from odcluster.evaluation.features import evaluation_loader
@@ -174,7 +174,7 @@ def feature_comparison(
     if collection.config.method != "deepcluster":
         return features, cluster_means(stored, labels, len(clusters))
     assert collection.config.dim is not None
-    mean, projection = whitening(stored, collection.config.dim)
+    mean, projection = (part.float() for part in whitening(stored, collection.config.dim))
     centroids = cluster_means((stored - mean) @ projection, labels, len(clusters))
     mean, projection = mean.to(device), projection.to(device)
     return lambda images: (features(images).float() - mean) @ projection, centroids
@@ -184,14 +184,3 @@ def cluster_means(rows: Tensor, labels: Tensor, num_clusters: int) -> Tensor:
     """Mean [C, D] of the rows of each cluster, each at length 1."""
     sums, counts = cluster_sums(l2_normalise(rows), labels, num_clusters)
     return (sums / counts.clamp(min=1)[:, None]).float()
-
-
-def whitening(rows: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Mean [D] and projection [D, d] with which (rows - mean) @ projection is `pca_whiten(rows, dim)`."""
-    num_rows, width = rows.shape
-    mean, covariance = mean_and_covariance(rows.split(max(1, BLOCK // width)))
-    components, variances = principal_components(covariance, min(dim, width, num_rows - 1))
-    float32 = torch.finfo(torch.float32)
-    floor = max(float32.eps**2 * float(covariance.trace() + mean.square().sum()), float32.tiny)
-    projection = components * variances.clamp(min=floor).rsqrt()
-    return mean.float(), projection.float()

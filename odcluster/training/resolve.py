@@ -119,9 +119,11 @@ def resolve(config: Config, source: Source, device: torch.device) -> tuple[Confi
     if config.max_steps is not None and (config.epochs is None or config.max_steps <= config.epochs * steps):
         choose("epochs", -(-config.max_steps // steps), f"{config.max_steps} steps at {steps} steps per epoch")
     elif config.epochs is None and config.fine_tuning.frozen:
-        config = changed(config, minutes=None)
-        epochs = max(10, min(60, FROZEN_IMAGES // count))
-        choose("epochs", epochs, "features are computed once; training on them takes little time")
+        reason = "features are computed once; training on them takes little time"
+        if config.minutes is not None:
+            reason += ", so --minutes is not used: give --epochs"
+            config = changed(config, minutes=None)
+        choose("epochs", max(10, min(60, FROZEN_IMAGES // count)), reason)
     elif config.epochs is None and config.minutes is None and size > SMALL_IMAGE and device.type == "cpu":
         choose("minutes", 30.0, "photos on a CPU take long; give --minutes or --epochs for more")
     elif config.epochs is None and config.minutes is None:
