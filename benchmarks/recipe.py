@@ -1,5 +1,6 @@
 """The default recipe against everything else, from scratch (A) and from weights (B); see docs/recipe.md.
 
+    python benchmarks/recipe.py speed cifar10/train_webp.npz
     python benchmarks/recipe.py scratch cifar10/train_webp.npz cifar10/test_webp.npz --minutes 20 --seeds 0 1
     python benchmarks/recipe.py weights VOC2007 --weights tf_efficientnet_lite0.safetensors --seeds 0 1
 
@@ -7,8 +8,10 @@ A: one small backbone, the same minutes on the same cores for all, no labels in 
 layer (10,000 labelled images, all test images), 20 nearest neighbours, and NMI of the clusters and of k-means(10).
 B: photos with several classes each; NMI of 20 clusters on the images with one class, the share of the 10 nearest
 neighbours with a common class, and SVMs by `odcluster evaluate --task svm`.
-Every run is written to results/recipe/ as soon as it is judged, with its command; a run whose file exists is not
-repeated. Leave the machine alone meanwhile: the budget is time.
+`speed` measures every method for half a minute and writes results/recipe/speed.json: leave the machine alone meanwhile.
+The minutes of `scratch` are then a number of steps per method, the same whatever else the machine does, so a run may
+take longer than its minutes. Every run is written to results/recipe/ as soon as it is judged, with its command; a run
+whose file exists is not repeated.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import platform
 import shlex
 import sys
@@ -40,7 +44,7 @@ from odcluster.models.backbones import Backbone
 from odcluster.models.heads import l2_normalise
 from odcluster.training import checkpoint
 from odcluster.training.console import Console
-from odcluster.training.devices import StopFlag
+from odcluster.training.devices import StopFlag, has_bfloat16
 from odcluster.training.metrics import read_metrics
 from odcluster.training.run import open_run
 
@@ -50,8 +54,8 @@ OURS: dict[str, dict[str, Any]] = {
     "odc": {},
     "rotation": {"method": "rotation"},
     "deepcluster": {"method": "deepcluster"},
-    "odc, the paper's recipe": {"recipe": "odc_resnet50_imagenet", "clusters": 1000, "batch_size": 128, "epochs": None,
-                                "image_size": 32, "crop_size": 24, "small_cluster": 10},
+    "odc, the paper's recipe": {"recipe": "odc_resnet50_imagenet", "backbone": "smallconv", "clusters": 100,
+                                "batch_size": 128, "epochs": None, "image_size": 32, "crop_size": 24},
 }  # fmt: skip
 PEERS: dict[str, dict[str, Any]] = {
     "swav": {"lr": 0.001, "algorithm": "adamw"},
@@ -65,9 +69,14 @@ PEERS: dict[str, dict[str, Any]] = {
 
 def record(out: Path, command: str, **result: Any) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    machine = {"cores": torch.get_num_threads(), "torch": torch.__version__, "machine": platform.machine()}
-    out.write_text(json.dumps({"command": command, "machine": machine, **result}, indent=1) + "\n")
+    out.write_text(json.dumps({"command": command, "machine": machine(), **result}, indent=1) + "\n")
     print(json.dumps(result, indent=1), flush=True)
+
+
+def machine() -> dict[str, Any]:
+    bfloat16 = has_bfloat16(CPU)
+    return {"threads": torch.get_num_threads(), "cores": os.cpu_count(), "bfloat16": bfloat16,
+            "torch": torch.__version__, "machine": platform.machine()}  # fmt: skip
 
 
 def verdict(backbone: Backbone, train: Any, test: Any, labels: list[torch.Tensor]) -> dict[str, float]:
@@ -77,6 +86,42 @@ def verdict(backbone: Backbone, train: Any, test: Any, labels: list[torch.Tensor
     classes = int(labels[1].max()) + 1
     found, _ = kmeans(l2_normalise(features - features.mean(dim=0)), classes, seed=0)
     return result | {f"NMI of k-means({classes})": nmi(found.numpy(), labels[1].numpy())}
+
+
+def speed(given: argparse.Namespace, command: str) -> None:
+    """Seconds of a step, and of what a run does beside its steps, per method."""
+    measured: dict[str, Any] = json.loads(given.speed.read_text()) if given.speed.exists() else {}
+    for name in given.methods or [*OURS, *PEERS]:
+        began, place = time.monotonic(), api.numbered(str(given.runs / f"speed-{name.split(',')[0]}"))
+        if name in OURS:
+            run = odcluster.train(given.train, out=place, quiet=True, **{**OURS[name], "max_steps": given.steps})
+            lines = [line for line in read_metrics(run / "metrics.jsonl") if "event" not in line]
+            training = sum(line["timing"]["seconds"] for line in lines)
+            batch, beside = open_run(run).config().batch_size, time.monotonic() - began - training
+        else:
+            from peers.train import train as train_peer
+
+            labels = np.asarray(open_source(given.train).manifest.labels)
+            about = train_peer(given.train, labels, method=name, out=place, steps=given.steps, **PEERS[name])
+            training, batch, beside = about["seconds"], 128, 0.0
+        measured[name] = {"seconds per step": training / given.steps, "seconds beside": beside, "steps": given.steps,
+                          "batch": batch}  # fmt: skip
+        print(name, measured[name], flush=True)
+        given.speed.parent.mkdir(parents=True, exist_ok=True)
+        given.speed.write_text(json.dumps({**measured, "machine": machine()}, indent=1) + "\n")
+
+
+def steps_of(name: str, given: argparse.Namespace, num_images: int) -> int:
+    """How many steps of a method take the minutes on an idle machine."""
+    if not given.speed.exists():
+        raise SystemExit(f"{given.speed} is missing: run `python benchmarks/recipe.py speed TRAIN` first")
+    found = json.loads(given.speed.read_text())[name]
+    seconds, beside = given.minutes * 60, found["seconds beside"]
+    if name != "deepcluster":
+        return int((seconds - beside) / found["seconds per step"])
+    per_epoch = num_images // found["batch"]  # it looks at all images before every epoch
+    looks = -(-found["steps"] // per_epoch)
+    return int(seconds / (found["seconds per step"] + beside / looks / per_epoch))
 
 
 def scratch(given: argparse.Namespace, command: str) -> None:
@@ -102,21 +147,22 @@ def scratch(given: argparse.Namespace, command: str) -> None:
                     backbone = cast(Backbone, method.backbone)
                     settle_batch_norm(backbone, train, np.arange(2048), CPU, lambda doing, done, total: None)
                 elif name in OURS:
-                    budget = {"minutes": given.minutes}
-                    run = odcluster.train(given.train, out=place, seed=seed, **{**budget, **OURS[name]})
+                    budget = {"max_steps": steps_of(name, given, len(sources[0]))}
+                    run = odcluster.train(given.train, out=place, seed=seed, **{**OURS[name], **budget})
                     about = described(run, truth[0].numpy())
                     backbone = odcluster.load_backbone(run)
                 else:
                     from peers.train import train as train_peer
 
                     about = train_peer(given.train, truth[0].numpy(), method=name, out=place, seed=seed,
-                                       minutes=given.minutes, **PEERS[name])  # fmt: skip
+                                       steps=steps_of(name, given, len(sources[0])), **PEERS[name])  # fmt: skip
                     backbone = odcluster.load_backbone(place)
                 minutes = (time.monotonic() - began) / 60
                 if backbone.in_channels == 2:
                     about["input"] = "Sobel"
                 result = verdict(backbone, train, test, labels)
-            record(out, command, method=name, seed=seed, minutes=round(minutes, 1), training=about, result=result)
+            record(out, command, method=name, seed=seed, budget_minutes=given.minutes, wall_minutes=round(minutes, 1),
+                   training=about, result=result)  # fmt: skip
 
 
 def described(run: Path, truth: np.ndarray) -> dict[str, Any]:
@@ -168,12 +214,16 @@ def weights(given: argparse.Namespace, command: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="part", required=True)
-    a, b = verbs.add_parser("scratch"), verbs.add_parser("weights")
-    a.add_argument("train")
+    a, b, c = verbs.add_parser("scratch"), verbs.add_parser("weights"), verbs.add_parser("speed")
+    for part in (a, c):
+        part.add_argument("train")
+        part.add_argument("--methods", nargs="+", help=f"of {', '.join([*OURS, *PEERS])}; not given: all")
+        part.add_argument("--speed", type=Path, default=Path("results/recipe/speed.json"))
+    c.add_argument("--steps", type=int, default=400, help="more than an epoch, so that every phase is seen")
+    c.add_argument("--runs", type=Path, default=Path("runs/recipe"))
     a.add_argument("test")
     a.add_argument("--minutes", type=float, default=20.0)
     a.add_argument("--probe-images", type=int, default=10_000, help="labelled images a probe is trained on")
-    a.add_argument("--methods", nargs="+", help=f"of untrained, {', '.join([*OURS, *PEERS])}; not given: all")
     b.add_argument("data")
     b.add_argument("--weights", required=True)
     b.add_argument("--backbone", default="tf_efficientnet_lite0")
@@ -186,7 +236,7 @@ def main() -> None:
     given = parser.parse_args()
     shown = [Path(word).name if "/" in word else word for word in sys.argv[1:]]  # not where things lie on this machine
     command = shlex.join(["python", "benchmarks/recipe.py", *shown])
-    (scratch if given.part == "scratch" else weights)(given, command)
+    {"scratch": scratch, "weights": weights, "speed": speed}[given.part](given, command)
 
 
 if __name__ == "__main__":

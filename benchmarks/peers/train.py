@@ -2,9 +2,9 @@
 
     python benchmarks/peers/train.py cifar10/train_webp.npz --method swav --minutes 20 --out runs/swav
 
-The network, the views, the loader, the batch size and the minutes are those of `odcluster train`; heads and losses are
-lightly's; optimiser and learning rate are options, because each method wants its own. Writes a backbone that `odcluster
-evaluate` takes. `--method supervised` is the ceiling: the same with labels.
+The network, the views, the loader, the batch size, the precision and the minutes are those of `odcluster train`; heads
+and losses are lightly's; optimiser and learning rate are options, because each method wants its own. Writes a backbone
+that `odcluster evaluate` takes. `--method supervised` is the ceiling: the same with labels.
 """
 
 from __future__ import annotations
@@ -23,16 +23,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import odcluster.models.compat  # noqa: F401  before lightly, which imports torchvision
-from odcluster.data.loading import Loader
+from odcluster.data.loading import Cache, Loader
 from odcluster.data.order import batch_ids, epoch_order, num_steps
 from odcluster.data.sources import open_source
 from odcluster.models.backbones import create_backbone
 from odcluster.models.weights import export_backbone
 from odcluster.recipes import odc_small
+from odcluster.training.devices import has_bfloat16
 from odcluster.training.survey import to_network
 
 HIDDEN, DIM = 512, 128
 """Widths of the heads: those of ODC's neck."""
+
+
+BFLOAT16 = has_bfloat16(torch.device("cpu"))
+
+
+def through(views: Tensor, *modules: nn.Module) -> Tensor:
+    """Network and heads in the precision that `odcluster train` would choose here; losses are computed in float32."""
+    with torch.autocast("cpu", torch.bfloat16, enabled=BFLOAT16):
+        for module in modules:
+            views = module(views)
+    return views.float()
 
 
 class SimCLR(nn.Module):
@@ -47,7 +59,7 @@ class SimCLR(nn.Module):
         self.criterion = NTXentLoss(temperature=0.2)
 
     def forward(self, first: Tensor, second: Tensor, ids: Tensor) -> Tensor:
-        both = self.head(self.backbone(torch.cat([first, second])))
+        both = through(torch.cat([first, second]), self.backbone, self.head)
         return self.criterion(*both.chunk(2))
 
     def after_step(self, progress: float) -> None:
@@ -67,7 +79,7 @@ class SwAV(nn.Module):
 
     def forward(self, first: Tensor, second: Tensor, ids: Tensor) -> Tensor:
         self.prototypes.normalize()
-        features = F.normalize(self.head(self.backbone(torch.cat([first, second]))), dim=1)
+        features = F.normalize(through(torch.cat([first, second]), self.backbone, self.head), dim=1)
         return self.criterion(list(self.prototypes(features).chunk(2)), [])
 
     def after_step(self, progress: float) -> None:
@@ -90,8 +102,8 @@ class SimSiam(nn.Module):
         self.criterion = NegativeCosineSimilarity()
 
     def forward(self, first: Tensor, second: Tensor, ids: Tensor) -> Tensor:
-        projected = self.head(self.backbone(torch.cat([first, second])))
-        predicted, (target_a, target_b) = self.predictor(projected), projected.detach().chunk(2)
+        projected = through(torch.cat([first, second]), self.backbone, self.head)
+        predicted, (target_a, target_b) = through(projected, self.predictor), projected.detach().chunk(2)
         a, b = predicted.chunk(2)
         return (self.criterion(a, target_b) + self.criterion(b, target_a)) / 2
 
@@ -114,9 +126,9 @@ class BYOL(nn.Module):
 
     def forward(self, first: Tensor, second: Tensor, ids: Tensor) -> Tensor:
         views = torch.cat([first, second])
-        a, b = self.predictor(self.head(self.backbone(views))).chunk(2)
+        a, b = through(views, self.backbone, self.head, self.predictor).chunk(2)
         with torch.no_grad():
-            target_a, target_b = self.target(views).chunk(2)
+            target_a, target_b = through(views, self.target).chunk(2)
         return (self.criterion(a, target_b) + self.criterion(b, target_a)) / 2
 
     @torch.no_grad()
@@ -136,7 +148,9 @@ class Supervised(nn.Module):
         self.labels = labels
 
     def forward(self, first: Tensor, second: Tensor, ids: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.backbone(torch.cat([first, second]))), self.labels[ids].repeat(2))
+        return F.cross_entropy(
+            through(torch.cat([first, second]), self.backbone, self.head), self.labels[ids].repeat(2)
+        )
 
     def after_step(self, progress: float) -> None:
         return None
@@ -177,13 +191,15 @@ def train(
     else:
         optimiser = torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
     source = open_source(data)
+    cache = Cache(source, min(image_size, crop_size), 10**9)
+    cache.fill(lambda done: None)
     augmentation = odc_small().augmentation.__class__(
         **{**vars(odc_small().augmentation), "num_views": 2, "crop_size": crop_size}
     )
     normalisation = (backbone.mean, backbone.std)
     began, done, total, loss = time.monotonic(), 0, steps, torch.zeros(())
     with Loader(
-        source, augmentation, image_size=image_size, seed=seed, workers=1, normalisation=normalisation
+        source, augmentation, image_size=image_size, seed=seed, workers=1, normalisation=normalisation, cache=cache
     ) as loader:
         mean, std = loader.normalisation_on(torch.device("cpu"))
         network.train()
@@ -207,7 +223,7 @@ def train(
     passed = time.monotonic() - began
     provenance = {"method": method, "seed": seed, "steps": done, "lr": lr, "algorithm": algorithm}
     export_backbone(backbone.eval(), out, provenance=provenance)
-    return {"steps": done, "minutes": round(passed / 60, 2), "loss": float(loss), "views": done * batch_size * 2}
+    return {"steps": done, "seconds": round(passed, 1), "loss": float(loss.detach()), "views": done * batch_size * 2}
 
 
 def _batches(loader: Loader, count: int, batch_size: int, seed: int) -> Iterator:
