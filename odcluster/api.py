@@ -221,6 +221,7 @@ def frozen_features(
             device=device,
             identity=fingerprint(config),
             progress=notice,
+            bfloat16=config.running.precision == "bfloat16",
         )
     except Interrupted as stopped:
         raise Interrupted(

@@ -203,12 +203,19 @@ class ODC(nn.Module):
     def after_step(self, batch: Batch, outcome: Outcome) -> Mapping[str, Tensor | float]:
         if outcome.features is None:
             return {}
+        self.samples.momentum = self.memory_momentum(batch.epoch)
         moves = self.samples.update(batch.ids, outcome.features, self.centroids.centroids)
         self.centroids.move(moves)
         if (batch.step + 1) % self.config.clustering.update_interval == 0:
             self.centroids.refresh()
         handled = self.handle_small_clusters(batch.step)
         return {"change": moves.change_ratio(), "small_clusters": float(handled)}
+
+    def memory_momentum(self, epoch: int) -> float:
+        """m; after fine clusters a row becomes the average of its visits (1/2, 1/3, 1/4, ...), so that labels settle."""
+        visits = epoch - self.warm_epochs - self.fine_epochs
+        m = self.config.clustering.memory_momentum
+        return m if self.fine_epochs == 0 or visits < 0 else min(m, 1 / (visits + 2))
 
     def handle_small_clusters(self, step: int) -> int:
         threshold = self.small(len(self.centroids.counts))

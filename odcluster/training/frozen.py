@@ -77,6 +77,7 @@ def frozen_views(
     device: torch.device,
     identity: str,
     progress: Callable[[int], None],
+    bfloat16: bool = False,
 ) -> FrozenViews:
     """Features of all images and of `num_cached` views of each, from the folder or made now. `progress` may raise."""
     shape = (1 + num_cached, num_samples, num_features)
@@ -92,7 +93,8 @@ def frozen_views(
         else:
             features = np.lib.format.open_memmap(file, mode="r+")
         assert features.shape == shape, "the identity does not tell features of other sizes apart"
-        _extract(features, state, state_file, loader, backbone, device, progress)
+        with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+            _extract(features, state, state_file, loader, backbone, device, progress)
     except OSError as error:
         raise DataError(f"features cannot be kept in {folder} ({error.strerror}); free some space there") from error
     refused = {int(i): reason for i, reason in state["refused"].items()}

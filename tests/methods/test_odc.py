@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from odcluster.clustering import kmeans
 from odcluster.config import Config, changed
 from odcluster.errors import DataError, Interrupted, UserError
-from odcluster.methods.interface import Batch
+from odcluster.methods.interface import Batch, Outcome
 from odcluster.methods.odc import ODC, fine_epochs, warm_epochs
 from odcluster.models.backbones import create_backbone
 from odcluster.recipes import odc_resnet50_imagenet, odc_small
@@ -196,6 +196,24 @@ def test_fine_clusters_come_first_and_the_final_ones_after_them():
     other.begin_epoch(2, FixedSurvey(images))
     other.load_state_dict(saved)  # a checkpoint of the first phase has another number of clusters
     assert len(other.centroids.counts) == 9
+
+
+def test_after_fine_clusters_a_row_becomes_the_average_of_its_visits():
+    method, images = make(settings(odc_small, fine_share=0.5, fine_clusters=10, epochs=6))
+    method.begin_epoch(method.fine_epochs, FixedSurvey(images))
+    ids = torch.arange(10)
+    visits = [method.samples.rows[ids].clone()]
+    for epoch in range(3, 6):
+        batch = Batch(ids, images[None, ids].repeat(2, 1, 1, 1, 1), epoch=epoch, step=epoch)
+        features = functional.normalize(torch.randn(10, 6, generator=torch.Generator().manual_seed(epoch)), dim=1)
+        visits.append(features)
+        method.after_step(batch, Outcome(torch.zeros(()), features))
+    torch.testing.assert_close(method.samples.rows[ids], torch.stack(visits).mean(dim=0))
+
+
+def test_the_memory_momentum_of_the_paper_is_constant():
+    method, _ = make(settings(memory_momentum=0.5, epochs=100))
+    assert {method.memory_momentum(epoch) for epoch in range(100)} == {0.5}
 
 
 def test_unreadable_images_belong_to_no_cluster_until_they_are_seen():

@@ -52,11 +52,15 @@ def test_the_backbone_is_the_one_it_started_from(run, weights):
 
 
 def test_features_are_those_of_the_backbone(run, image_folder, weights):
-    """The first of the kept features is the evaluation view's, to half precision."""
+    """The first of the kept features is the evaluation view's, computed and kept in half precision where that is fast."""
     config, source = open_run(run).config(), open_source(image_folder)
     method = api.build_method(config, len(source), torch.device("cpu"), Console(quiet=True))
     method.backbone.eval()
-    with api.build_loader(config, source, method, torch.device("cpu"), Console(quiet=True), StopFlag()) as loader:
+    half = config.running.precision == "bfloat16"
+    with (
+        api.build_loader(config, source, method, torch.device("cpu"), Console(quiet=True), StopFlag()) as loader,
+        torch.autocast("cpu", torch.bfloat16, enabled=half),
+    ):
         ids = np.arange(len(source))
         rows, _ = extract(method.backbone, loader, ids, torch.device("cpu"), lambda raw, done: None)
     kept = np.load(run / "features" / "features.npy")
