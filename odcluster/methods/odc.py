@@ -212,7 +212,7 @@ class ODC(nn.Module):
         return {"change": moves.change_ratio(), "small_clusters": float(handled)}
 
     def memory_momentum(self, epoch: int) -> float:
-        """m; after fine clusters a row becomes the average of its visits (1/2, 1/3, 1/4, ...), so that labels settle."""
+        """m; after fine clusters a row becomes the average of its visits (1/2, 1/3, ...), so that labels settle."""
         visits = epoch - self.warm_epochs - self.fine_epochs
         m = self.config.clustering.memory_momentum
         return m if self.fine_epochs == 0 or visits < 0 else min(m, 1 / (visits + 2))

@@ -52,7 +52,7 @@ def test_the_backbone_is_the_one_it_started_from(run, weights):
 
 
 def test_features_are_those_of_the_backbone(run, image_folder, weights):
-    """The first of the kept features is the evaluation view's, computed and kept in half precision where that is fast."""
+    """The first of the kept features is the evaluation view's, in the precision of the run."""
     config, source = open_run(run).config(), open_source(image_folder)
     method = api.build_method(config, len(source), torch.device("cpu"), Console(quiet=True))
     method.backbone.eval()
