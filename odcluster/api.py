@@ -131,6 +131,7 @@ def resume(
         raise DataError(f"the images are not those of {run.path}. {difference} Restore them, or start a new run")
     chosen_device = choose_device(device or config.device)
     with RunLock(run):
+        run.sweep()
         found = checkpoint.find(run.checkpoints, console.warn)
         if found:
             check_unchanged(run, config, found, console)
@@ -344,6 +345,8 @@ def build_loader(
         normalisation=(backbone.mean, backbone.std),
         cache=cache,
         pin_memory=device.type == "cuda",
+        poll=stop.poll,
+        warn=console.warn,
     )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 
 from odcluster.config import Augmentation
 from odcluster.data.images import decode, image_size
@@ -39,8 +42,10 @@ from odcluster.data.views import (
 )
 from odcluster.errors import DataError, ImageRefused
 
-TIMEOUT_SECONDS = 180
-"""A worker that delivers nothing for this long is taken for hung."""
+TIMEOUT_SECONDS = 180.0
+"""Workers that deliver nothing for this long are taken for hung."""
+POLL_SECONDS = 1.0
+"""While a batch is waited for: how often to look whether the workers live and whether a stop is wanted."""
 
 Ids = NDArray[np.int64]
 
@@ -192,7 +197,11 @@ class Batches(Protocol):
 
 
 class Loader:
-    """Batches of training and evaluation views."""
+    """Batches of training and evaluation views.
+
+    Should workers die or hang, others take their place once and go on with the batch that is due. `poll` is called
+    while a batch is waited for and may raise.
+    """
 
     def __init__(
         self,
@@ -205,8 +214,12 @@ class Loader:
         normalisation: tuple[Sequence[float], Sequence[float]],
         cache: Cache | None = None,
         pin_memory: bool = False,
+        poll: Callable[[], object] = lambda: None,
+        warn: Callable[[str], object] = warnings.warn,
     ) -> None:
         self._normalisation = normalisation
+        self._paths, self._poll, self._warn = source.manifest.paths, poll, warn
+        self._waited = 0.0
         self._requests = _Requests()
         keep_freed_memory()
         cv2.setNumThreads(0)  # the views of a batch are made by one process each
@@ -240,23 +253,106 @@ class Loader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, where: object) -> None:
-        """End the workers now: left to the garbage collector, a later run's workers would inherit them.
-
-        A worker that died (out of memory, killed) or hangs is reported by torch wherever the main process just is.
-        """
-        if (iterator := self._loader._iterator) is not None:
+        """End the workers now: left to the garbage collector, a later run's workers would inherit them."""
+        if kind is KeyboardInterrupt:  # at once
+            self._kill_workers()
+        elif (iterator := self._running()) is not None:
             self._loader._iterator = None
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
-        if isinstance(value, RuntimeError) and "DataLoader" in str(value):
-            reason = str(value).splitlines()[0]
-            raise DataError(
-                f"a process that reads images stopped working ({reason}); use fewer --workers if memory is short, then "
-                "repeat the command, or go on from the last checkpoint of a training with `odcluster resume`"
-            ) from value
+            iterator._shutdown_workers()
+            for worker in iterator._workers:
+                worker.kill()  # hung, and deaf to torch's SIGTERM
 
     def _serve(self, requests: list[Request]) -> Iterator[RawBatch]:
+        at, begun, failed_at = 0, 0, -1
+        while at < len(requests):
+            try:
+                if at == begun:  # after a failure first the batch that is due, alone: it may be another's fault
+                    begun = at + 1 if at == failed_at else len(requests)
+                    iterator = self._start(requests[at:begun])
+                batch = self._next(iterator)
+            except (RuntimeError, OSError, EOFError) as error:
+                if self._running() is None or "in DataLoader worker process" in str(error):
+                    raise  # our own code's, not a lost worker's
+                why = self._why_workers_failed()
+                self._kill_workers()
+                if at == failed_at:
+                    names = ", ".join(ascii(self._paths[i]) for i in requests[at].ids[:5].tolist())
+                    raise DataError(
+                        f"the processes that read images {why}, twice at the same batch of {len(requests[at].ids)} "
+                        f"images ({names}, ...); correct that or remove the image that does it, then repeat the "
+                        "command or `odcluster resume`"
+                    ) from error
+                self._warn(f"the processes that read images {why}; others take their place and go on from there")
+                begun = failed_at = at
+                continue
+            at += 1
+            yield batch
+
+    def _start(self, requests: list[Request]) -> Iterator[RawBatch]:
+        """Let the workers begin with these requests; new workers, if there are none or one has died."""
         self._requests.pending = requests
-        yield from self._loader
+        if (running := self._running()) is not None:
+            if all(worker.is_alive() for worker in running._workers):
+                running._timeout = TIMEOUT_SECONDS  # for the greeting between torch and its workers
+            else:
+                self._kill_workers()
+        iterator = iter(self._loader)
+        if (running := self._running()) is not None:
+            running._timeout = POLL_SECONDS
+            if running._worker_pids_set:  # else torch raises wherever we are, in the middle of a step, when one dies
+                signal_handling._remove_worker_pids(id(running))
+                running._worker_pids_set = False
+        return iterator
+
+    def _next(self, iterator: Iterator[RawBatch]) -> RawBatch:
+        if (running := self._running()) is None:
+            return next(iterator)
+        # Taking a batch over from a frozen process has no time limit of its own, but ends when that process does.
+        watchdog = threading.Timer(TIMEOUT_SECONDS, lambda: [worker.kill() for worker in running._workers])
+        watchdog.daemon = True
+        watchdog.start()
+        asked = time.monotonic()
+        try:
+            while True:
+                try:
+                    return next(iterator)
+                except RuntimeError as error:
+                    if "timed out" not in str(error):
+                        raise
+                    self._poll()
+        finally:
+            watchdog.cancel()
+            self._waited = time.monotonic() - asked
+
+    def _running(self) -> Any:
+        """torch's iterator with the workers, if there are any."""
+        return self._loader._iterator
+
+    def _kill_workers(self) -> None:
+        """Without torch's own way out, which waits for locks that a killed worker may hold for ever."""
+        iterator, self._loader._iterator = self._running(), None
+        if iterator is None:
+            return
+        iterator._shutdown = True
+        for worker in iterator._workers:
+            worker.kill()
+            worker.join()
+        if hasattr(iterator, "_pin_memory_thread"):
+            iterator._pin_memory_thread_done_event.set()
+        for queue in (iterator._worker_result_queue, *iterator._index_queues):
+            queue.cancel_join_thread()
+            queue.close()
+
+    def _why_workers_failed(self) -> str:
+        if self._waited > TIMEOUT_SECONDS:
+            return f"delivered nothing for {TIMEOUT_SECONDS:.0f} seconds"
+        codes = {worker.exitcode for worker in self._running()._workers}
+        if -signal.SIGBUS in codes:
+            return "ran out of shared memory (enlarge /dev/shm, docker's --shm-size, or use --workers 0)"
+        if -signal.SIGKILL in codes:
+            return "were killed (if memory is short, use fewer --workers)"
+        ended = sorted(code for code in codes if code)
+        return f"ended with code {ended[0]}" if ended else "stopped working"
 
 
 class _Requests:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,16 +72,36 @@ def save(directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]]
         write_flushed(prepared / "state.json", json.dumps({**content, "sha256": content_hash(content)}, indent=1))
         flush(prepared)
         reached("before rename")
-        shutil.rmtree(final, ignore_errors=True)  # an invalid one of the same step, or the last step before the end
-        os.rename(prepared, final)
+        replace(prepared, final)
         flush(directory)
         reached("after rename")
     except (OSError, SafetensorError) as error:
+        restore(directory)
         shutil.rmtree(prepared, ignore_errors=True)
         raise NotSaved(
             f"the checkpoint of step {step} could not be written to {directory} ({reason(error)})"
         ) from error
     return final
+
+
+def replace(prepared: Path, final: Path) -> None:
+    """Rename into place. One of the same step (invalid, or from before the end) stays until the new one is there."""
+    old = final.with_name(f".old-{final.name}")
+    if final.exists():
+        os.rename(final, old)
+        reached("between renames")
+    os.rename(prepared, final)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore(directory: Path) -> None:
+    """Put back what a replacement that was cut short had moved aside."""
+    for old in directory.glob(".old-step-*"):
+        final = old.with_name(old.name.removeprefix(".old-"))
+        if final.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.rename(old, final)
 
 
 def find(directory: Path, warn: Callable[[str], None]) -> Checkpoint | None:
@@ -165,22 +185,28 @@ def candidates(directory: Path) -> list[Path]:
     return sorted(named, key=lambda path: int(path.name[5:]), reverse=True)
 
 
-def prune(directory: Path, keep: int, just_loaded: Path | None = None) -> None:
-    """Remove old checkpoints beyond the newest `keep` (never below two, never the one just loaded)."""
-    for path in candidates(directory)[max(keep, 2) :]:
-        if path != just_loaded:
-            reached("during prune")
-            # state.json goes first: a half-removed checkpoint must not look like a valid one.
-            (path / "state.json").unlink(missing_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
+def prune(directory: Path, keep: int, known_valid: Collection[Path] = ()) -> None:
+    """Remove what is older than the newest `keep` valid checkpoints, at least two.
+
+    What this process has saved or loaded is known to be valid; others are verified before they count.
+    """
+    valid = 0
+    for path in candidates(directory):
+        if valid < max(keep, 2):
+            valid += path in known_valid or is_valid(path)
+            continue
+        reached("during prune")
+        # state.json goes first: a half-removed checkpoint must not look like a valid one.
+        (path / "state.json").unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sweep(directory: Path) -> None:
-    """Remove what a killed save left behind. Only called by the process that holds the run's lock."""
+    """Remove what a killed save left behind. Before `find`, and only by the process that holds the run's lock."""
     if directory.is_dir():
-        for path in directory.iterdir():
-            if path.name.startswith(".tmp-"):
-                shutil.rmtree(path, ignore_errors=True)
+        restore(directory)
+        for path in directory.glob(".tmp-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def check_space(directory: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:

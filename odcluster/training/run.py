@@ -21,6 +21,7 @@ from pathlib import Path
 from odcluster.config import Config, from_json, to_json
 from odcluster.data.sources import Manifest
 from odcluster.errors import DataError, UserError
+from odcluster.training import checkpoint
 from odcluster.training.checkpoint import write_flushed
 
 
@@ -46,6 +47,15 @@ class Run:
 
     def manifest(self) -> Manifest:
         return Manifest.read(self.manifest_file)
+
+    def sweep(self) -> None:
+        """Remove what a killed training left half-written; for the process that holds the lock, before it reads."""
+        checkpoint.sweep(self.checkpoints)
+        for name in ("bad_images.csv", "clusters.csv", "clusters.png", "curves.png", "features/state.json"):
+            for file in (self.path / name).parent.glob(f".{Path(name).name}.*"):
+                file.unlink(missing_ok=True)
+        for folder in self.path.glob(".backbone.*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def write_refused(self, refused: Iterable[tuple[int, str, str]]) -> None:
         """bad_images.csv: id, path and reason of every image that could not be used."""

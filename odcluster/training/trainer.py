@@ -81,11 +81,10 @@ class Trainer:
     def run(self, run: Run, start: checkpoint.Checkpoint | None) -> None:
         """Train to the end, writing to the run directory; raises Interrupted after saving when asked to stop."""
         self.run_directory = run
-        self.just_loaded = start.path if start else None
+        self.known_valid = {start.path} if start else set()
         self.metrics = MetricsFile(run.metrics_file, start.state["metrics_size"] if start else 0)
         if start:
             self._restore(start)
-        checkpoint.sweep(run.checkpoints)
         self.last_save = self.interval_start = time.monotonic()
         self.images = self.waited = 0.0
         try:
@@ -121,8 +120,9 @@ class Trainer:
             "versions": {"torch": torch.__version__},
         }
         try:
-            checkpoint.save(self.run_directory.checkpoints, self.step, self.tensors(), state)
-            checkpoint.prune(self.run_directory.checkpoints, self.config.running.keep_checkpoints, self.just_loaded)
+            directory = self.run_directory.checkpoints
+            self.known_valid.add(checkpoint.save(directory, self.step, self.tensors(), state))
+            checkpoint.prune(directory, self.config.running.keep_checkpoints, self.known_valid)
         except NotSaved as error:
             if last:
                 raise DataError(

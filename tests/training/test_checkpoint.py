@@ -117,13 +117,42 @@ def test_a_valid_checkpoint_of_the_same_step_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 1, 2, 3])
-def test_pruning_never_leaves_fewer_than_two_nor_removes_the_one_just_loaded(keep, tmp_path):
+@pytest.mark.parametrize("damaged", [[], [5], [5, 4], [2]])
+def test_pruning_never_leaves_fewer_than_two_valid_ones(keep, damaged, tmp_path):
+    """Damaged ones do not count, however new they are; those that are newer than the oldest kept one are left alone."""
     save(tmp_path, 1, 2, 3, 4, 5)
-    checkpoint.prune(tmp_path, keep, just_loaded=tmp_path / "step-00000001")
-    left = [path.name for path in checkpoint.candidates(tmp_path)]
-    assert left[: max(keep, 2)] == ["step-00000005", "step-00000004", "step-00000003"][: max(keep, 2)]
-    assert left[-1] == "step-00000001"
-    assert len(left) == max(keep, 2) + 1
+    for step in damaged:
+        flip_a_bit(tmp_path / f"step-{step:08d}" / "model.safetensors")
+    checkpoint.prune(tmp_path, keep, known_valid={tmp_path / "step-00000003"})
+    left = [int(path.name[5:]) for path in checkpoint.candidates(tmp_path)]
+    valid = [step for step in (5, 4, 3, 2, 1) if step not in damaged][: max(keep, 2)]
+    assert left == [step for step in (5, 4, 3, 2, 1) if step >= valid[-1]]
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_checkpoint_of_the_same_step_is_kept_until_the_new_one_is_in_its_place(finished, tmp_path, monkeypatch):
+    """Of a short run it may be the only one: stopped while the end is worked out, resumed, killed while it is saved."""
+    checkpoint.save(tmp_path, 7, TENSORS, {"finished": False})
+
+    class Killed(BaseException):
+        pass
+
+    def reached(point: str) -> None:
+        if point == "between renames":
+            raise Killed
+
+    monkeypatch.setattr(checkpoint, "reached", reached)
+    if not finished:
+        empty(tmp_path / "step-00000007" / "model.safetensors")
+    with pytest.raises(Killed):
+        checkpoint.save(tmp_path, 7, TENSORS, {"finished": finished})
+    monkeypatch.undo()
+    checkpoint.sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
+    assert checkpoint.is_valid(tmp_path / "step-00000007") == finished
+    checkpoint.save(tmp_path, 7, TENSORS, {"finished": finished})
+    assert checkpoint.load(tmp_path / "step-00000007").state["finished"] == finished
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
 
 
 @pytest.mark.parametrize("at", range(8))

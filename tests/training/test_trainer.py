@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -254,27 +253,6 @@ def test_the_normalisation_that_came_with_weights_survives_a_resume(image_folder
     assert state_hash(tmp_path / "copy") == state_hash(reference)
     exported = json.loads((tmp_path / "copy" / "backbone" / "config.json").read_text())
     assert (exported["mean"], exported["std"]) == ([0.1, 0.2, 0.3], [0.5, 0.6, 0.7])
-
-
-def test_a_killed_loader_process_is_reported_and_the_run_can_go_on(image_folder, tmp_path, monkeypatch):
-    reference = odcluster.train(image_folder, out=tmp_path / "reference", quiet=True, **TINY)
-    original = Trainer._train_step
-
-    def step(self, raw, epoch):
-        if self.step == 14:
-            for child in multiprocessing.active_children():
-                os.kill(child.pid, signal.SIGKILL)
-            time.sleep(0.5)
-        original(self, raw, epoch)
-
-    monkeypatch.setattr(Trainer, "_train_step", step)
-    with pytest.raises(DataError, match=r"stopped working.*odcluster resume"):
-        odcluster.train(
-            image_folder, out=tmp_path / "run", quiet=True, **{**TINY, "workers": 2, "checkpoint_minutes": 0}
-        )
-    monkeypatch.undo()
-    odcluster.resume(tmp_path / "run", quiet=True)
-    assert state_hash(tmp_path / "run") == state_hash(reference)
 
 
 def test_frozen_stages_keep_weights_and_statistics(image_folder, tmp_path):

@@ -1,0 +1,283 @@
+"""Hours of training under random SIGKILL and SIGTERM: what a cluster does to a job in a bad week.
+
+    python tests/faults/soak.py --minutes 120
+
+Two trainings of the same configuration run side by side through the command line: one is left alone, the other is
+killed or stopped every 30 to 120 seconds and resumed. Checked: the newest checkpoint never goes backwards; both end
+with the same bits and the same metrics; SIGTERM ends with code 75; no process, no temporary file stays behind; memory
+and open files do not grow. Prints the figures and writes them as JSON; exit code 1 if anything was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY / "tests"))
+
+from tiny_runs import make_images, metrics_without_timings, state_hash  # noqa: E402
+
+OPTIONS = {
+    "backbone": "smallconv",
+    "image_size": 32,
+    "crop_size": 24,
+    "batch_size": 64,
+    "clusters": 20,
+    "small_cluster": 5,
+    "workers": 1,
+    "cache_gb": 0.0,  # the worker opens files all the time
+    "checkpoint_minutes": 0.1,
+    "log_interval": 20,
+    "device": "cpu",
+}
+NUM_IMAGES = 640
+PROBE_STEPS = 300
+GROWTH = 1.1
+"""Memory and open files at the end of the undisturbed run, over those after a fifth of it, at most."""
+
+
+@dataclass
+class Figures:
+    """What happened; written as JSON."""
+
+    minutes_asked: float
+    steps: int = 0
+    minutes: float = 0.0
+    sittings: int = 0
+    killed: int = 0
+    terminated: int = 0
+    stopped_before_it_listened: int = 0
+    seconds_to_stop: list[float] = field(default_factory=list)
+    newest_step_at_each_fault: list[int] = field(default_factory=list)
+    steps_went_backwards: int = 0
+    unexpected_exit_codes: list[int] = field(default_factory=list)
+    surviving_processes: int = 0
+    stray_files: list[str] = field(default_factory=list)
+    rss_mb_after_a_fifth: float = 0.0
+    rss_mb_at_the_end: float = 0.0
+    open_files_after_a_fifth: float = 0.0
+    open_files_at_the_end: float = 0.0
+    largest_rss_mb_of_first_and_last_sittings: tuple[float, float] = (0.0, 0.0)
+    same_state: bool = False
+    same_metrics: bool = False
+
+    def failures(self) -> list[str]:
+        """What was not kept of the promises."""
+        checks = {
+            "the final state differs": not self.same_state,
+            "metrics.jsonl differs": not self.same_metrics,
+            "a newest checkpoint went backwards": self.steps_went_backwards > 0,
+            "an exit code was not expected": bool(self.unexpected_exit_codes),
+            "a process survived": self.surviving_processes > 0,
+            "temporary files stayed behind": bool(self.stray_files),
+            "memory grew": self.rss_mb_at_the_end > GROWTH * self.rss_mb_after_a_fifth,
+            "open files grew": self.open_files_at_the_end > self.open_files_after_a_fifth + 2,
+        }
+        return [sentence for sentence, failed in checks.items() if failed]
+
+
+class Usage:
+    """Memory and open files of a process and its children over time."""
+
+    def __init__(self) -> None:
+        self.samples: list[tuple[float, int]] = []  # MB, files
+
+    def sample(self, group: int) -> None:
+        megabytes, files = 0.0, 0
+        for pid in members(group):
+            try:
+                status = Path(f"/proc/{pid}/status").read_text()
+                megabytes += int(status.split("VmRSS:")[1].split()[0]) / 1024
+                files += len(os.listdir(f"/proc/{pid}/fd"))
+            except (OSError, IndexError):
+                continue  # gone meanwhile
+        if files:
+            self.samples.append((megabytes, files))
+
+    def around(self, share: float) -> tuple[float, float]:
+        """Median of a twentieth of the samples, from that share of the time on."""
+        count = len(self.samples)
+        part = self.samples[int(count * share) : int(count * share) + max(1, count // 20)]
+        return statistics.median(s[0] for s in part), statistics.median(s[1] for s in part)
+
+
+def members(group: int) -> list[int]:
+    """Living processes of a process group."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                after_name = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(after_name[2]) == group and after_name[0] != "Z":
+                found.append(int(entry))
+    return found
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """An `odcluster` command in a process group of its own, with its own place for temporary files."""
+    temporary = folder / "tmp"
+    temporary.mkdir(exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
+    with open(folder / "output.txt", "ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "odcluster", *arguments],
+            cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+
+
+def train_arguments(images: Path, run: Path, steps: int) -> list[str]:
+    options = {**OPTIONS, "max_steps": steps}
+    return ["train", str(images), "--out", str(run), *(f"--{k.replace('_', '-')}={v}" for k, v in options.items())]
+
+
+def measure_speed(images: Path, folder: Path) -> float:
+    """Steps per second of two trainings side by side."""
+    runs = [folder / f"probe{number}" for number in range(2)]
+    for run in runs:
+        run.mkdir(parents=True)
+    processes = [start(run, *train_arguments(images, run / "run", PROBE_STEPS)) for run in runs]
+    assert [process.wait() for process in processes] == [0, 0], (folder / "probe0" / "output.txt").read_text()
+    seconds = []
+    for run in runs:
+        lines = [json.loads(line) for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
+        seconds.append(sum(line["timing"]["seconds"] for line in lines if "timing" in line))
+    return PROBE_STEPS / max(seconds)
+
+
+def newest_step(run: Path) -> int:
+    return max((int(path.name[5:]) for path in run.glob("checkpoints/step-*")), default=0)
+
+
+def disturb(figures: Figures, images: Path, folder: Path, options: argparse.Namespace, watch: Any) -> None:
+    """Start, strike, resume, until the training is done. `watch` is called about every second."""
+    run, chance = folder / "run", random.Random(options.seed)
+    largest: list[float] = []
+    began = time.monotonic()
+    while True:
+        arguments = ["resume", str(run)] if run.exists() else train_arguments(images, run, figures.steps)
+        process, usage = start(folder, *arguments), Usage()
+        figures.sittings += 1
+        patience = chance.uniform(options.shortest, options.longest)
+        if time.monotonic() - began > 90 * options.minutes:  # half as long again: let it end
+            patience = float("inf")
+        struck = time.monotonic() + patience
+        while process.poll() is None and time.monotonic() < struck:
+            usage.sample(process.pid)
+            watch()
+            time.sleep(1)
+        if process.poll() is None:
+            strike(figures, process, kill=chance.random() < 0.5)
+        elif process.returncode != 0:
+            figures.unexpected_exit_codes.append(process.returncode)
+        largest.append(max((sample[0] for sample in usage.samples), default=0.0))
+        figures.surviving_processes += survivors(process.pid)
+        step = newest_step(run)
+        figures.steps_went_backwards += step < max(figures.newest_step_at_each_fault, default=0)
+        figures.newest_step_at_each_fault.append(step)
+        print(f"{time.strftime('%H:%M:%S')} sitting {figures.sittings}: code {process.returncode}, step {step} of "
+              f"{figures.steps}", flush=True)  # fmt: skip
+        if process.returncode == 0 or len(figures.unexpected_exit_codes) > 3:
+            break
+    figures.minutes = round((time.monotonic() - began) / 60, 1)
+    few = max(1, len(largest) // 5)
+    figures.largest_rss_mb_of_first_and_last_sittings = (round(max(largest[:few])), round(max(largest[-few:])))
+
+
+def strike(figures: Figures, process: subprocess.Popen[bytes], kill: bool) -> None:
+    if kill:
+        figures.killed += 1
+        process.kill()
+        process.wait()
+        return
+    figures.terminated += 1
+    asked = time.monotonic()
+    process.terminate()
+    code = process.wait()
+    if code == -signal.SIGTERM:  # still importing: nothing to save
+        figures.stopped_before_it_listened += 1
+        return
+    figures.seconds_to_stop.append(round(time.monotonic() - asked, 2))
+    if code not in (0, 75):
+        figures.unexpected_exit_codes.append(code)
+
+
+def survivors(group: int, patience: float = 20.0) -> int:
+    """Processes of an ended command that are still there after a while; they are ended then."""
+    deadline = time.monotonic() + patience
+    while (left := members(group)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return len(left)
+
+
+def stray_files(folder: Path) -> list[str]:
+    """What should not be there after a run has ended: hidden names, and anything in the place for temporary files."""
+    hidden = [path for path in folder.rglob("*") if path.name.startswith(".")]
+    temporary = [path for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")]  # torch's
+    return sorted(str(path.relative_to(folder)) for path in {*hidden, *temporary})
+
+
+def soak(options: argparse.Namespace, folder: Path) -> Figures:
+    images = make_images(folder / "images", NUM_IMAGES, side=40)
+    alone, disturbed = folder / "alone", folder / "disturbed"
+    alone.mkdir()
+    disturbed.mkdir()
+    figures = Figures(options.minutes)
+    speed = measure_speed(images, folder)
+    figures.steps = options.steps or int(speed * options.minutes * 60 * 0.7)  # starting again and again takes time
+    print(f"{speed:.1f} steps per second; {figures.steps} steps", flush=True)
+    reference, usage = start(alone, *train_arguments(images, alone / "run", figures.steps)), Usage()
+
+    def watch() -> None:
+        if reference.poll() is None:
+            usage.sample(reference.pid)
+
+    disturb(figures, images, disturbed, options, watch)
+    while reference.poll() is None:
+        watch()
+        time.sleep(1)
+    assert reference.returncode == 0, (alone / "output.txt").read_text()
+    figures.rss_mb_after_a_fifth, figures.open_files_after_a_fifth = usage.around(0.2)
+    figures.rss_mb_at_the_end, figures.open_files_at_the_end = usage.around(0.9)
+    figures.same_state = state_hash(alone / "run") == state_hash(disturbed / "run")
+    figures.same_metrics = metrics_without_timings(alone / "run") == metrics_without_timings(disturbed / "run")
+    figures.stray_files = stray_files(disturbed) + stray_files(alone)
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=120.0, help="how long the disturbed run should take")
+    parser.add_argument("--steps", type=int, help="steps of the run (default: as many as fit)")
+    parser.add_argument("--shortest", type=float, default=30.0, help="seconds between faults, at least")
+    parser.add_argument("--longest", type=float, default=120.0, help="seconds between faults, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("soak.json"))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        figures = soak(options, Path(folder))
+    failures = figures.failures()
+    text = json.dumps({**vars(figures), "options": OPTIONS, "failures": failures}, indent=1)
+    options.out.write_text(text + "\n")
+    print(text)
+    print("; ".join(failures) or "nothing was lost")
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
