@@ -2,8 +2,9 @@
 
     python tests/faults/soak.py --minutes 120
 
-Two trainings of the same configuration run side by side through the command line: one is left alone, the other is
-killed or stopped every 30 to 120 seconds and resumed. Checked: the newest checkpoint never goes backwards; both end
+Two trainings of the same configuration run side by side through the command line (in processes that are forked from
+this one, which has imported torch): one is left alone, the other is killed or stopped every 30 to 120 seconds and
+resumed. Checked: the newest checkpoint never goes backwards; both end
 with the same bits and the same metrics; SIGTERM ends with code 75; no process, no temporary file stays behind; memory
 and open files do not grow. Prints the figures and writes them as JSON; exit code 1 if anything was lost.
 """
@@ -16,17 +17,17 @@ import os
 import random
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPOSITORY / "tests"))
+sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "faults")]
 
+from harness import Child, command, members, survivors  # noqa: E402
 from tiny_runs import make_images, metrics_without_timings, state_hash  # noqa: E402
 
 OPTIONS = {
@@ -43,7 +44,7 @@ OPTIONS = {
     "device": "cpu",
 }
 NUM_IMAGES = 640
-PROBE_STEPS = 300
+PROBE_STEPS = 200
 GROWTH = 1.1
 """Memory and open files at the end of the undisturbed run, over those after a fifth of it, at most."""
 
@@ -113,30 +114,9 @@ class Usage:
         return statistics.median(s[0] for s in part), statistics.median(s[1] for s in part)
 
 
-def members(group: int) -> list[int]:
-    """Living processes of a process group."""
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                after_name = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(after_name[2]) == group and after_name[0] != "Z":
-                found.append(int(entry))
-    return found
-
-
-def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    """An `odcluster` command in a process group of its own, with its own place for temporary files."""
-    temporary = folder / "tmp"
-    temporary.mkdir(exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "TMPDIR": str(temporary)}
-    with open(folder / "output.txt", "ab") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "odcluster", *arguments],
-            cwd=folder, env=environment, stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
+def start(folder: Path, *arguments: str) -> Child:
+    """An `odcluster` command as a process of its own, with its own place for temporary files."""
+    return Child(command(*arguments), folder / "output.txt", temporary=folder / "tmp")
 
 
 def train_arguments(images: Path, run: Path, steps: int) -> list[str]:
@@ -150,7 +130,7 @@ def measure_speed(images: Path, folder: Path) -> float:
     for run in runs:
         run.mkdir(parents=True)
     processes = [start(run, *train_arguments(images, run / "run", PROBE_STEPS)) for run in runs]
-    assert [process.wait() for process in processes] == [0, 0], (folder / "probe0" / "output.txt").read_text()
+    assert [process.wait(3600) for process in processes] == [0, 0], (folder / "probe0" / "output.txt").read_text()
     seconds = []
     for run in runs:
         lines = [json.loads(line) for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -181,31 +161,31 @@ def disturb(figures: Figures, images: Path, folder: Path, options: argparse.Name
             time.sleep(1)
         if process.poll() is None:
             strike(figures, process, kill=chance.random() < 0.5)
-        elif process.returncode != 0:
-            figures.unexpected_exit_codes.append(process.returncode)
+        elif process.code != 0:
+            figures.unexpected_exit_codes.append(process.code)
         largest.append(max((sample[0] for sample in usage.samples), default=0.0))
         figures.surviving_processes += survivors(process.pid)
         step = newest_step(run)
         figures.steps_went_backwards += step < max(figures.newest_step_at_each_fault, default=0)
         figures.newest_step_at_each_fault.append(step)
-        print(f"{time.strftime('%H:%M:%S')} sitting {figures.sittings}: code {process.returncode}, step {step} of "
+        print(f"{time.strftime('%H:%M:%S')} sitting {figures.sittings}: code {process.code}, step {step} of "
               f"{figures.steps}", flush=True)  # fmt: skip
-        if process.returncode == 0 or len(figures.unexpected_exit_codes) > 3:
+        if process.code == 0 or len(figures.unexpected_exit_codes) > 3:
             break
     figures.minutes = round((time.monotonic() - began) / 60, 1)
     few = max(1, len(largest) // 5)
     figures.largest_rss_mb_of_first_and_last_sittings = (round(max(largest[:few])), round(max(largest[-few:])))
 
 
-def strike(figures: Figures, process: subprocess.Popen[bytes], kill: bool) -> None:
+def strike(figures: Figures, process: Child, kill: bool) -> None:
     if kill:
         figures.killed += 1
-        process.kill()
+        process.send(signal.SIGKILL)
         process.wait()
         return
     figures.terminated += 1
     asked = time.monotonic()
-    process.terminate()
+    process.send(signal.SIGTERM)
     code = process.wait()
     if code == -signal.SIGTERM:  # still importing: nothing to save
         figures.stopped_before_it_listened += 1
@@ -213,16 +193,6 @@ def strike(figures: Figures, process: subprocess.Popen[bytes], kill: bool) -> No
     figures.seconds_to_stop.append(round(time.monotonic() - asked, 2))
     if code not in (0, 75):
         figures.unexpected_exit_codes.append(code)
-
-
-def survivors(group: int, patience: float = 20.0) -> int:
-    """Processes of an ended command that are still there after a while; they are ended then."""
-    deadline = time.monotonic() + patience
-    while (left := members(group)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    return len(left)
 
 
 def stray_files(folder: Path) -> list[str]:
@@ -239,7 +209,7 @@ def soak(options: argparse.Namespace, folder: Path) -> Figures:
     disturbed.mkdir()
     figures = Figures(options.minutes)
     speed = measure_speed(images, folder)
-    figures.steps = options.steps or int(speed * options.minutes * 60 * 0.7)  # starting again and again takes time
+    figures.steps = options.steps or int(speed * options.minutes * 60 * 0.6)  # starting again and again takes time
     print(f"{speed:.1f} steps per second; {figures.steps} steps", flush=True)
     reference, usage = start(alone, *train_arguments(images, alone / "run", figures.steps)), Usage()
 
@@ -251,7 +221,7 @@ def soak(options: argparse.Namespace, folder: Path) -> Figures:
     while reference.poll() is None:
         watch()
         time.sleep(1)
-    assert reference.returncode == 0, (alone / "output.txt").read_text()
+    assert reference.code == 0, (alone / "output.txt").read_text()
     figures.rss_mb_after_a_fifth, figures.open_files_after_a_fifth = usage.around(0.2)
     figures.rss_mb_at_the_end, figures.open_files_at_the_end = usage.around(0.9)
     figures.same_state = state_hash(alone / "run") == state_hash(disturbed / "run")
@@ -272,7 +242,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         figures = soak(options, Path(folder))
     failures = figures.failures()
-    text = json.dumps({**vars(figures), "options": OPTIONS, "failures": failures}, indent=1)
+    text = json.dumps({**asdict(figures), "options": OPTIONS, "failures": failures}, indent=1)
     options.out.write_text(text + "\n")
     print(text)
     print("; ".join(failures) or "nothing was lost")
