@@ -124,8 +124,8 @@ def train_arguments(images: Path, run: Path, steps: int) -> list[str]:
     return ["train", str(images), "--out", str(run), *(f"--{k.replace('_', '-')}={v}" for k, v in options.items())]
 
 
-def measure_speed(images: Path, folder: Path) -> float:
-    """Steps per second of two trainings side by side."""
+def fitting_steps(images: Path, folder: Path, minutes: float) -> int:
+    """Steps that fit into that time while two trainings run side by side."""
     runs = [folder / f"probe{number}" for number in range(2)]
     for run in runs:
         run.mkdir(parents=True)
@@ -135,7 +135,7 @@ def measure_speed(images: Path, folder: Path) -> float:
     for run in runs:
         lines = [json.loads(line) for line in (run / "run" / "metrics.jsonl").read_text().splitlines()]
         seconds.append(sum(line["timing"]["seconds"] for line in lines if "timing" in line))
-    return PROBE_STEPS / max(seconds)
+    return int(PROBE_STEPS / max(seconds) * minutes * 60 * 0.6)  # starting again and again takes time
 
 
 def newest_step(run: Path) -> int:
@@ -208,9 +208,8 @@ def soak(options: argparse.Namespace, folder: Path) -> Figures:
     alone.mkdir()
     disturbed.mkdir()
     figures = Figures(options.minutes)
-    speed = measure_speed(images, folder)
-    figures.steps = options.steps or int(speed * options.minutes * 60 * 0.6)  # starting again and again takes time
-    print(f"{speed:.1f} steps per second; {figures.steps} steps", flush=True)
+    figures.steps = options.steps or fitting_steps(images, folder, options.minutes)
+    print(f"{figures.steps} steps", flush=True)
     reference, usage = start(alone, *train_arguments(images, alone / "run", figures.steps)), Usage()
 
     def watch() -> None:
