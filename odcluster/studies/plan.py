@@ -33,7 +33,7 @@ IMAGES_PER_SECOND = {
     "colorization": 400.0,
     "labels": 1000.0,
 }
-"""Of `smallconv` on 24 px crops, one view, on two idle cores without bfloat16 (docs/results.md); for estimates only."""
+"""Of `smallconv` on images of 32 px, one view, on two idle cores without bfloat16; for estimates only."""
 JUDGEMENT_MINUTES: dict[str, float] = {"linear": 1.0, "knn": 0.5, "svm": 4.0, "lowshot": 6.0, "clusters": 0.2}
 
 
@@ -66,8 +66,7 @@ class Training:
             return None
         assert config.epochs is not None
         assert config.image_size is not None
-        side = config.augmentation.crop_size or config.image_size
-        speed = IMAGES_PER_SECOND[config.method] * (24 / side) ** 2 / config.augmentation.num_views
+        speed = IMAGES_PER_SECOND[config.method] * (32 / config.image_size) ** 2 / config.augmentation.num_views
         return config.epochs * self.images.count / speed / 60
 
 

@@ -114,17 +114,13 @@ def judge_features(
 ) -> list[Judgement]:
     """A judgement per task; an untrained subject is a backbone with the random weights of the seed."""
     name = f"untrained-{subject}-s{options.get('seed', 0)}" if untrained else subject
-    return [
-        Judgement(
-            f"{name}-{task}-{images.of}",
-            subject,
-            task,
-            images,
-            untrained,
-            {**options, **(per_task or {}).get(task, {})},
-        )
-        for task in tasks
-    ]
+    judgements = []
+    for task in tasks:
+        chosen_options = {**options, **(per_task or {}).get(task, {})}
+        layers = "".join(f"-{layer}" for layer in chosen_options.get("layers", ()))
+        full_name = f"{name}-{task}-{images.of}{layers}"
+        judgements.append(Judgement(full_name, subject, task, images, untrained, chosen_options))
+    return judgements
 
 
 def judge_cifar10(subject: str, *, layers: Sequence[str] = ("conv5",), **options: Any) -> list[Judgement]:
