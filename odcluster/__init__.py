@@ -19,6 +19,7 @@ __all__ = [
     "export",
     "load_backbone",
     "report",
+    "reproduce",
     "resume",
     "train",
 ]
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from odcluster.gallery_report import report
     from odcluster.judge import evaluate
     from odcluster.models.weights import load_backbone
+    from odcluster.reproduce import reproduce
 
 _HOMES = {
     "train": "odcluster.api",
@@ -38,6 +40,7 @@ _HOMES = {
     "demo": "odcluster.demonstrate",
     "evaluate": "odcluster.judge",
     "report": "odcluster.gallery_report",
+    "reproduce": "odcluster.reproduce",
     "assign": "odcluster.deploy",
     "embed": "odcluster.deploy",
     "export": "odcluster.deploy",

@@ -20,6 +20,7 @@ from odcluster.data.loading import Batches, Cache, Loader, RawBatch
 from odcluster.data.order import num_steps
 from odcluster.data.randomness import Purpose, permutation
 from odcluster.data.sources import FileSource, PackedSource, Source, open_source
+from odcluster.data.subsets import Subset
 from odcluster.errors import DataError, Interrupted, UserError
 from odcluster.evaluation.knn import neighbours_kept
 from odcluster.explore.deliver import deliver
@@ -27,6 +28,7 @@ from odcluster.methods.colorization import Colorization
 from odcluster.methods.deepcluster import DeepCluster
 from odcluster.methods.interface import Batch, Method
 from odcluster.methods.jigsaw import Jigsaw
+from odcluster.methods.labels import Labels
 from odcluster.methods.odc import ODC
 from odcluster.methods.rotation import Rotation
 from odcluster.models.backbones import Backbone, check_takes, create_backbone, freeze_stages
@@ -43,12 +45,13 @@ from odcluster.training.run import Run, RunLock, check_free, create_run, open_ru
 from odcluster.training.survey import extract, to_network
 from odcluster.training.trainer import Trainer
 
-METHODS: dict[str, type[ODC | DeepCluster | Rotation | Jigsaw | Colorization]] = {
+METHODS: dict[str, type[ODC | DeepCluster | Rotation | Jigsaw | Colorization | Labels]] = {
     "odc": ODC,
     "deepcluster": DeepCluster,
     "rotation": Rotation,
     "jigsaw": Jigsaw,
     "colorization": Colorization,
+    "labels": Labels,
 }
 SAMPLE = 2000
 """Images among which neighbours are compared before and after fine-tuning."""
@@ -118,9 +121,10 @@ def resume(
     device: str | None = None,
     max_refused: float | None = None,
     quiet: bool = False,
+    console: Console | None = None,
 ) -> Path:
     """Go on with an interrupted run, exactly. `data` only for a run that was given an array in memory."""
-    console = Console(quiet=quiet)
+    console = console or Console(quiet=quiet)
     run = open_run(Path(run_path))
     given = {"workers": workers, "max_refused": max_refused}
     config = changed(run.config(), **{name: value for name, value in given.items() if value is not None})
@@ -163,6 +167,8 @@ def execute(
     console: Console,
 ) -> Path:
     """Train to the end and write what people take away."""
+    if isinstance(method, Labels) and source.manifest.labels is not None:
+        method.take(source.manifest.labels)
     with StopFlag() as stop, console:
         console.log_to(run.log_file)
         started = time.monotonic()
@@ -327,7 +333,7 @@ def build_loader(
     cache, augmentation = None, config.augmentation
     if config.fine_tuning.frozen:
         augmentation = dataclasses.replace(augmentation, num_views=config.fine_tuning.cached_views)
-    if isinstance(source, FileSource | PackedSource) and config.running.cache_gb > 0:
+    if isinstance(source, FileSource | PackedSource | Subset) and config.running.cache_gb > 0:
         size = min(config.image_size, config.augmentation.crop_size or config.image_size)
         cache = Cache(source, size, int(config.running.cache_gb * 1e9))
 

@@ -32,6 +32,7 @@ odcluster {version}: from a folder of images to clusters, by Online Deep Cluster
   odcluster assign RUN PHOTOS       the cluster of new images, and how surely
   odcluster embed X PHOTOS          features without training: X is a run, weights, or a backbone's name
   odcluster export RUN --to folders curated clusters or weights for others: csv, parquet, folders, timm, onnx, ...
+  odcluster reproduce stability     the paper's tables and figures, at small or at full scale; --list names them
   odcluster info                    versions, devices, recipes, what is optional and missing
 
 `odcluster VERB --help` explains a verb; `--debug` shows where an error came from.
@@ -222,6 +223,24 @@ def export_verb(given: list[str]) -> None:
     export(values.pop("run"), **values)
 
 
+def reproduce_verb(given: list[str]) -> None:
+    """A table or figure of the paper: runs or resumes the trainings it needs, judges them, draws it.
+
+    `odcluster reproduce --list` says what there is, what each needs and how long it takes.
+    """
+    if "--list" in given or not given:
+        from odcluster.studies.catalogue import listing
+
+        print(listing())
+        return
+    name = {"name": required("NAME", "The study; --list names them.")}
+    options = options_of(config.Reproduction, config.Reproduction())
+    values = parse("reproduce", reproduce_verb, given, {**name, **options}, flags=True)
+    from odcluster.reproduce import reproduce
+
+    reproduce(values.pop("name"), command=shlex.join(["odcluster", "reproduce", *given]), **values)
+
+
 def info_verb(given: list[str]) -> None:
     """Versions, devices, recipes, and what is optional and missing."""
     parse("info", info_verb, given, {})
@@ -240,6 +259,7 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
     "assign": assign_verb,
     "embed": embed_verb,
     "export": export_verb,
+    "reproduce": reproduce_verb,
     "info": info_verb,
 }
 
@@ -360,7 +380,8 @@ def options_of(cls: Any, values: Any, skip: set[str] | None = None) -> dict[str,
         if type(None) in typing.get_args(kind):
             bare = next(k for k in typing.get_args(kind) if k is not type(None))
             hint = "" if name in LEFT_OPEN or "Not given:" in help else "(default: chosen for you)"
-            metavar = "STR ..." if typing.get_origin(bare) is tuple else bare.__name__.upper()
+            several = typing.get_origin(bare) is tuple
+            metavar = f"{typing.get_args(bare)[0].__name__.upper()} ..." if several else bare.__name__.upper()
             options[name] = optional(metavar, help, default, bare, hint)
         else:
             hint = f"(default: {shown(default)})"

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from odcluster.errors import UserError
 
-Method = Literal["odc", "deepcluster", "rotation", "jigsaw", "colorization"]
+Method = Literal["odc", "deepcluster", "rotation", "jigsaw", "colorization", "labels"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +205,8 @@ class Config:
     data: str = ""
     """The images: a folder, a list (.txt, .csv), arrays (.npy, .npz), CIFAR-10's files or a VOC folder."""
     method: Method = "odc"
-    """What is learned: odc (Online Deep Clustering), deepcluster, or a pretext task: rotation, jigsaw, colorization."""
+    """What is learned: odc (Online Deep Clustering), deepcluster, or a pretext task: rotation, jigsaw, colorization.
+    labels: the images' known classes, only to see what features learned without them are measured against."""
     recipe: str = "odc_small"
     """Named set of defaults that all other options start from, METHOD_small if not given; see `odcluster info`."""
     backbone: str | None = None
@@ -453,6 +454,36 @@ class Exporting:
     """Where it goes: a file or a folder that does not exist yet. Not given: RUN/export/..."""
     mode: Literal["copy", "hardlink", "symlink"] = "copy"
     """How images get into folders. Hard links take no space, but are the very files: do not edit them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reproduction:
+    """A table or figure of the paper: its trainings, judgements, numbers and picture."""
+
+    scale: Literal["small", "paper"] = "small"
+    """small: CIFAR-10, Tiny-ImageNet and VOC, hours on two CPU cores. paper: the paper's settings, days on GPUs."""
+    data: str | None = None
+    """A folder with cifar10/, tiny_imagenet/ and voc2007/ in it. Not given: each by its own option."""
+    cifar10: str | None = None
+    """CIFAR-10: its own files, or a folder with train*.npz and test*.npz. Not given: --data DIR/cifar10."""
+    tiny_imagenet: str | None = None
+    """Tiny-ImageNet: train/ and val/ with a folder per class, or train*.npz and val*.npz. Not given: --data
+    DIR/tiny_imagenet."""
+    voc: str | None = None
+    """VOC 2007: the folder, or its .tar. Not given: --data DIR/voc2007."""
+    imagenet: str | None = None
+    """ImageNet: train/ and val/ with a folder per class. Not given: none, --scale paper wants it."""
+    places: str | None = None
+    """Places205: train/ and val/ with a folder per class. Not given: none, --scale paper may want it."""
+    seeds: tuple[int, ...] | None = None
+    """A training per seed. Not given: those of the study."""
+    out: str | None = None
+    """Where parts and results go; several studies may share one and with it their trainings. Not given:
+    reproductions/SCALE."""
+    workers: int | None = None
+    """Processes that read images; never changes the result. Not given: chosen for the device."""
+    dry_run: bool = False
+    """Only print the parts with their settings and about how long they take."""
 
 
 GROUPS: dict[str, Any] = {

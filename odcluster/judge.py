@@ -36,11 +36,21 @@ from odcluster.training.devices import StopFlag, choose_device
 from odcluster.training.run import open_run
 
 
-def evaluate(weights: str | os.PathLike[str], *, quiet: bool = False, command: str = "", **options: Any) -> Result:
-    """Evaluate features by one protocol; options are those of `odcluster evaluate --help`. Returns the record."""
+def evaluate(
+    weights: str | os.PathLike[str],
+    *,
+    quiet: bool = False,
+    command: str = "",
+    console: Console | None = None,
+    **options: Any,
+) -> Result:
+    """Evaluate features by one protocol; options are those of `odcluster evaluate --help`. Returns the record.
+
+    `quiet` shows no table; a console of the caller's is told of progress all the same.
+    """
     given = Evaluation(**options)
     check_options(given)
-    console = Console(quiet=quiet)
+    console = console or Console(quiet=quiet)
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     device = choose_device(given.device)
     with StopFlag() as stop, console:

@@ -177,6 +177,16 @@ def colorization_small() -> Config:
     return _pretext_small("colorization", augmentation=_plain_views(), lr=0.05, weight_decay=1e-4)
 
 
+def labels_small() -> Config:
+    """Learning with labels, for small data: the ceiling under the views and network of the other small recipes.
+
+    Command: odcluster train DATA --method labels
+    Time: about 1,000 images per second at 32 px on two CPU cores.
+    Expected: above every method that learns without labels, where labels are many.
+    """
+    return _pretext_small("labels", augmentation=odc_small().augmentation, lr=0.05, weight_decay=5e-4)
+
+
 def _pretext_small(method: Method, *, augmentation: Augmentation, lr: float, weight_decay: float) -> Config:
     return Config(
         recipe=f"{method}_small",
@@ -308,6 +318,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
         rotation_small,
         jigsaw_small,
         colorization_small,
+        labels_small,
         finetune_odc,
         finetune_deepcluster,
         odc_resnet50_imagenet,

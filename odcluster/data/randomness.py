@@ -31,6 +31,7 @@ class Purpose(IntEnum):
     WEIGHTS = 8
     PRETEXT = 9
     NEIGHBOUR = 10
+    SUBSET = 20
 
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

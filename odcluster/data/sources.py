@@ -299,6 +299,10 @@ def _open_file(path: str, split: str | None) -> Source:
         raise DataError(f"{shown(path)} has no splits; leave the split out.")
     if ending in (".txt", ".lst", ".csv"):
         return _files("list", os.path.dirname(path), readers.read_list(path))
+    if ending == ".subset":
+        from odcluster.data.subsets import open_subset  # it opens sources in its turn
+
+        return open_subset(path)
     if ending == ".npy":
         return _arrays("arrays", path, partial(readers.map_npy, path), None, None)
     if readers.is_image_name(path):

@@ -79,16 +79,16 @@ def draw_result(result: Result, directory: Path) -> list[Path]:
     """Draw TASK.png and TASK.svg."""
     classes = result.details.get("average_precision", {}).get(result.best.layer) if result.task == "svm" else None
     notes = [data_sentence(result.data), weights_sentence(result.weights), deviations_sentence(result)]
-    with _style():
+    with house_style():
         figure = _picture(result, lines_of("", result), paper_rows(result).rows, notes, classes or {})
-        return _save(figure, directory, result.task)
+        return save_figure(figure, directory, result.task)
 
 
 def draw_comparison(results_by_run: dict[str, list[Result]], directory: Path) -> list[Path]:
     """Draw comparison-TASK.png and .svg, with -2, -3 ... for results of a task that cannot stand side by side."""
     written: list[Path] = []
     numbers = dict.fromkeys(TASKS, 0)
-    with _style():
+    with house_style():
         for group in side_by_side(results_by_run):
             first = group.first
             numbers[first.task] += 1
@@ -96,7 +96,7 @@ def draw_comparison(results_by_run: dict[str, list[Result]], directory: Path) ->
             deviating = [f"{shown(name)}: {deviations_sentence(one)}" for name, one in group.results if one.deviations]
             notes = [data_sentence(first.data), *deviating, group.apart]
             figure = _picture(first, group.lines(), group.paper_rows(), notes, {})
-            written += _save(figure, directory, f"comparison-{first.task}{number}")
+            written += save_figure(figure, directory, f"comparison-{first.task}{number}")
     return written
 
 
@@ -302,7 +302,7 @@ def _short(text: str, limit: int) -> str:
 
 
 @contextmanager
-def _style() -> Iterator[None]:
+def house_style() -> Iterator[None]:
     """Our settings alone, whatever a matplotlibrc says, and everything as it was afterwards."""
     _import_matplotlib()
     import matplotlib
@@ -331,7 +331,7 @@ def _import_matplotlib() -> None:
         del os.environ["MPLCONFIGDIR"]  # other processes must not inherit what will be gone
 
 
-def _save(figure: Figure, directory: Path, name: str) -> list[Path]:
+def save_figure(figure: Figure, directory: Path, name: str) -> list[Path]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     FigureCanvasAgg(figure)

@@ -149,7 +149,11 @@ def library_versions() -> dict[str, str]:
 
 def to_json(result: Result) -> str:
     """JSON that any reader takes: ASCII, no lone surrogates, all numbers finite. `best` is there for readers."""
-    values = dataclasses.asdict(result) | {"best": dataclasses.asdict(result.best)}
+    return json_text(dataclasses.asdict(result) | {"best": dataclasses.asdict(result.best)})
+
+
+def json_text(values: dict[str, Any]) -> str:
+    """The values as JSON for people too: lists of numbers on one line."""
     text = json.dumps(_plain(values), indent=1, allow_nan=False)
     # A list of numbers goes on one line: ids drawn for low-shot SVMs would be 200,000 lines. No string can hold the
     # line breaks that are looked for, because JSON escapes them.

@@ -58,6 +58,7 @@ METHODS = {
     "rotation": "Rotation: the network learned to tell by how much an image was turned.",
     "jigsaw": "Jigsaw: the network learned to put the tiles of an image in order.",
     "colorization": "Colorization: the network learned to guess the colours of grey images.",
+    "labels": "With labels: the network learned the classes that came with the images.",
 }
 
 

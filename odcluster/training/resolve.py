@@ -78,6 +78,8 @@ def resolve(config: Config, source: Source, device: torch.device) -> tuple[Confi
             config = changed(config, crop_size=size)
     if config.method in ("odc", "deepcluster") and config.clusters is None:
         choose("clusters", *choose_clusters(config, count))
+    if config.method == "labels":
+        choose("clusters", *count_classes(source))
     if config.method == "odc":
         assert config.clusters is not None
         if config.clustering.small_cluster is None:
@@ -191,6 +193,14 @@ def choose_clusters(config: Config, count: int) -> tuple[int, str]:
     return max(1, min(10_000, count // 10)), f"one per 10 of {count} images, at most 10,000"
 
 
+def count_classes(source: Source) -> tuple[int, str]:
+    """As many outputs as classes, for learning with labels."""
+    labels = source.manifest.labels
+    if labels is None or labels.max() < 1:
+        raise DataError("--method labels needs images of two or more known classes: a folder per class, say")
+    return int(labels.max()) + 1, "the classes of the images"
+
+
 def choose_workers(source: Source, device: torch.device) -> tuple[int, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if device.type == "cpu":
@@ -199,7 +209,7 @@ def choose_workers(source: Source, device: torch.device) -> tuple[int, str]:
 
 
 EFFECTIVE: dict[str, tuple[str, ...]] = {
-    "clusters": ("odc", "deepcluster"),
+    "clusters": ("odc", "deepcluster", "labels"),
     "dim": ("odc", "deepcluster"),
     "hidden": ("odc", "jigsaw"),
     "dropout": ("odc",),

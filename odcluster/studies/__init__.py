@@ -1,0 +1,1 @@
+"""Room 8: the paper's tables and figures, as plans that `odcluster reproduce` carries out."""

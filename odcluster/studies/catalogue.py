@@ -1,0 +1,61 @@
+"""All studies by name, in the paper's order, and what `odcluster reproduce --list` says of them."""
+
+from __future__ import annotations
+
+from odcluster.studies import (
+    clusters,
+    fine_tuning,
+    long_tail,
+    reweighting,
+    small_clusters,
+    stability,
+    table_linear,
+    table_voc,
+    update_interval,
+)
+from odcluster.studies.plan import Plan, Study
+
+STUDIES: dict[str, Study] = {
+    module.STUDY.name: module.STUDY
+    for module in (
+        table_linear,
+        table_voc,
+        fine_tuning,
+        stability,
+        update_interval,
+        small_clusters,
+        long_tail,
+        reweighting,
+        clusters,
+    )
+}
+
+
+def listing() -> str:
+    """What each study shows, what it takes, and how long on two cores."""
+    lines = [
+        "Studies of the paper. --scale small, with the seeds it takes by default; hours on two idle CPU cores:",
+        "",
+    ]
+    for study in STUDIES.values():
+        plan = study.plan("small", study.seeds)
+        lines += [
+            f"  {study.name:16} {study.shows}",
+            f"  {'':16} the paper: {study.paper}",
+            f"  {'':16} {len(plan.trainings)} trainings, {hours(plan)}; {', '.join(plan.needs())}",
+            "",
+        ]
+    lines += [
+        "Studies in one --out share their trainings; those of table-linear, table-voc and clusters are the same.",
+        "--scale paper wants --imagenet, --places or --voc and GPUs (the authors used 8).",
+        "odcluster reproduce NAME --dry-run prints every part with its settings.",
+    ]
+    return "\n".join(lines)
+
+
+def hours(plan: Plan) -> str:
+    """About how long, in words."""
+    minutes = plan.minutes()
+    if minutes is None:
+        return "days on several GPUs"
+    return f"about {minutes:.0f} minutes" if minutes < 90 else f"about {minutes / 60:.1f} hours"

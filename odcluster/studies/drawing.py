@@ -1,0 +1,131 @@
+"""Pictures of studies, in the style of the evaluation's: a title, what the paper says, panels below one another."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH, LEFT, RIGHT, BELOW = 7.6, 0.75, 0.35, 0.62  # inches
+PANEL = 2.9
+MOST_NUMBERS = 16
+"""Bars of a panel that have their number written above them."""
+
+Panel = Callable[["Axes"], None]
+Values = Sequence[float]
+
+
+def draw_page(directory: Path, name: str, title: str, notes: Sequence[str], panels: Sequence[Panel]) -> list[Path]:
+    """NAME.png and NAME.svg with the panels below one another."""
+    from odcluster.evaluation.plots import MUTED, house_style, save_figure
+
+    text = [line for note in notes if note for line in textwrap.wrap(note, 104)]
+    above = 0.95 + 0.175 * len(text)
+    height = above + len(panels) * (PANEL + BELOW) + (len(panels) - 1) * 0.35
+    with house_style():
+        from matplotlib.figure import Figure
+
+        figure = Figure((WIDTH, height), dpi=160)
+        figure.text(0.3 / WIDTH, 1 - 0.28 / height, title, fontsize=13, weight="bold", va="top")
+        body = "\n".join(text)
+        figure.text(0.3 / WIDTH, 1 - 0.58 / height, body, fontsize=8.5, color=MUTED, va="top", linespacing=1.45)
+        for number, panel in enumerate(panels):
+            bottom = height - above - PANEL - number * (PANEL + BELOW + 0.35)
+            size = (LEFT / WIDTH, bottom / height, 1 - (LEFT + RIGHT) / WIDTH, PANEL / height)
+            axes = figure.add_axes(size)
+            axes.grid(axis="y", linewidth=0.8)
+            panel(axes)
+        return save_figure(figure, directory, name)
+
+
+def curves(
+    axes: Axes,
+    lines: Mapping[str, tuple[Values, Values]],
+    x_label: str,
+    y_label: str,
+    limits: tuple[float, float] | None = None,
+) -> None:
+    """One line per name, named in a legend above."""
+    from odcluster.evaluation.plots import PALETTE
+
+    for number, (name, (x, y)) in enumerate(lines.items()):
+        axes.plot(x, y, color=PALETTE[number % len(PALETTE)], linewidth=1.1, label=name)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    if limits is not None:
+        axes.set_ylim(*limits)
+    legend(axes)
+
+
+def sweep(
+    axes: Axes,
+    values: Sequence[str],
+    scores: Mapping[str, Sequence[Values]],
+    base: Mapping[str, float],
+    x_label: str,
+) -> None:
+    """Mean over seeds per value, a dot per seed; dashed, an untrained network's. `scores`: per value, per seed."""
+    from odcluster.evaluation.plots import PALETTE
+
+    for number, (name, per_value) in enumerate(scores.items()):
+        colour = PALETTE[number % len(PALETTE)]
+        known = [at for at, points in enumerate(per_value) if len(points)]
+        means = [float(np.mean(per_value[at])) for at in known]
+        axes.plot(known, means, color=colour, linewidth=1.4, label=name)
+        for at in known:
+            axes.plot([at] * len(per_value[at]), per_value[at], "o", color=colour, markersize=3.5)
+        for at, mean in zip(known, means, strict=True):
+            axes.annotate(f"{mean:.1f}", (at, mean), (0, 6), textcoords="offset points", ha="center", fontsize=8)
+        if name in base:
+            axes.axhline(base[name], color=colour, linewidth=0.9, linestyle="--", label=f"{name}, untrained")
+    axes.set_xticks(range(len(values)), values)
+    axes.set_xlim(-0.4, len(values) - 0.6)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel("%")
+    axes.margins(y=0.15)
+    legend(axes)
+
+
+def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Mapping[str, float]], y_label: str) -> None:
+    """A group of bars per name on the axis, a bar per series, each with its number where there is room."""
+    from odcluster.evaluation.plots import PALETTE
+
+    step = 0.84 / len(series)
+    written = len(groups) * len(series) <= MOST_NUMBERS
+    for number, (name, values) in enumerate(series.items()):
+        places = [x + (number - (len(series) - 1) / 2) * step for x, group in enumerate(groups) if group in values]
+        heights = [values[group] for group in groups if group in values]
+        axes.bar(places, heights, step * 0.9, color=PALETTE[number % len(PALETTE)], label=name, zorder=3)
+        for x, y in zip(places, heights, strict=True):
+            if written:
+                axes.annotate(f"{y:.1f}", (x, y), (0, 3), textcoords="offset points", ha="center", fontsize=7.5)
+    axes.set_xticks(range(len(groups)), groups)
+    axes.set_ylabel(y_label)
+    axes.margins(y=0.12)
+    legend(axes)
+
+
+def legend(axes: Axes) -> None:
+    """Above the panel, in as many columns as fit."""
+    names = axes.get_legend_handles_labels()[1]
+    if names:
+        columns = max(1, min(len(names), math.floor(88 / (max(map(len, names)) + 6))))
+        rows = math.ceil(len(names) / columns)
+        if rows > 2:  # no room above
+            axes.legend(ncols=columns, frameon=False, fontsize=7.5, loc="lower right")
+        else:
+            axes.legend(
+                loc="lower left",
+                bbox_to_anchor=(-0.01, 1.01),
+                borderaxespad=0,
+                ncols=columns,
+                frameon=False,
+                fontsize=8,
+            )
