@@ -211,6 +211,12 @@ def weights(given: argparse.Namespace, command: str) -> None:
                training=described(run, np.where(single, present.argmax(axis=1), -1)), result=result)  # fmt: skip
 
 
+def command_line(script: str) -> str:
+    """The command that is running, without where things lie on this machine."""
+    shown = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
+    return shlex.join(["python", f"benchmarks/{script}", *shown])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="part", required=True)
@@ -234,9 +240,7 @@ def main() -> None:
         part.add_argument("--runs", type=Path, default=Path("runs/recipe"))
         part.add_argument("--results", type=Path, default=Path("results/recipe"))
     given = parser.parse_args()
-    shown = [Path(word).name if "/" in word else word for word in sys.argv[1:]]  # not where things lie on this machine
-    command = shlex.join(["python", "benchmarks/recipe.py", *shown])
-    {"scratch": scratch, "weights": weights, "speed": speed}[given.part](given, command)
+    {"scratch": scratch, "weights": weights, "speed": speed}[given.part](given, command_line("recipe.py"))
 
 
 if __name__ == "__main__":
