@@ -11,8 +11,9 @@ import numpy as np
 from odcluster.data.readers import shown
 from odcluster.data.sources import Manifest
 from odcluster.errors import UserError
-from odcluster.explore.collection import FILES, Collection, NoImages, open_collection
+from odcluster.explore.collection import Collection, NoImages, open_collection
 from odcluster.explore.export import replacing
+from odcluster.explore.folders import check_outside
 from odcluster.explore.oddities import (
     Outliers,
     Pixels,
@@ -61,9 +62,7 @@ def check_place(path: Path, manifest: Manifest) -> None:
         raise UserError(f"{path} is a folder; name a file, such as {path / 'report.html'}")
     if not path.parent.is_dir():
         raise UserError(f"there is no folder {path.parent}; make it, or choose another --out")
-    root = os.path.realpath(manifest.root)
-    if manifest.kind in FILES and manifest.kind != "list" and Path(os.path.realpath(path)).is_relative_to(root):
-        raise UserError(f"{path} lies among the images in {shown(manifest.root)}; choose another --out")
+    check_outside(path, manifest)
 
 
 def find_oddities(collection: Collection, progress: Callable[[str, int, int], None]) -> Oddities:

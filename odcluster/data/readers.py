@@ -48,6 +48,7 @@ class Listing(NamedTuple):
     sizes: np.ndarray  # [N] int64, bytes
     labels: np.ndarray | None = None  # [N] int64, -1 unknown
     class_names: list[str] | None = None
+    modified: np.ndarray | None = None  # [N] int64, when each was written, in ns
 
 
 def shown(name: str) -> str:
@@ -74,7 +75,7 @@ def scan_folder(root: str) -> Listing:
     Each folder is visited once, which breaks loops of links; linked ones after all real ones and in sorted
     order, so that which of two names a folder goes by does not depend on the file system.
     """
-    found: dict[str, int] = {}  # name -> bytes
+    found: dict[str, tuple[int, int]] = {}  # name -> bytes, when written
     skipped: list[str] = []
     waiting, linked = [""], list[str]()  # folders relative to the root, each with its final slash
     visited: set[tuple[int, int]] = set()
@@ -95,13 +96,16 @@ def scan_folder(root: str) -> Listing:
             skipped.append(folder)
     warn_skipped(skipped, f"files or folders under {shown(root)} could not be read and were left out")
     paths = sorted(found, key=os.fsencode)
-    return Listing(paths, np.fromiter((found[path] for path in paths), dtype=np.int64, count=len(paths)))
+    sizes, modified = (
+        np.fromiter((found[path][column] for path in paths), dtype=np.int64, count=len(paths)) for column in (0, 1)
+    )
+    return Listing(paths, sizes, modified=modified)
 
 
 def _sort_out(
     entries: Iterable[os.DirEntry[str]],
     folder: str,
-    found: dict[str, int],
+    found: dict[str, tuple[int, int]],
     waiting: list[str],
     linked: list[str],
     skipped: list[str],
@@ -117,7 +121,7 @@ def _sort_out(
             elif name.lower().endswith(EXTENSIONS):
                 status = entry.stat()
                 if stat.S_ISREG(status.st_mode):
-                    found[folder + name] = status.st_size
+                    found[folder + name] = status.st_size, status.st_mtime_ns
         except OSError:  # a link that leads nowhere, or a file that has gone already
             skipped.append(folder + name)
 
@@ -145,7 +149,7 @@ def read_list(path: str) -> Listing:
     if not rows:
         raise DataError(f"The list {shown(path)} is empty; write one image path per line.")
     folder = os.path.dirname(path)
-    chosen: dict[str, tuple[int, str]] = {}
+    chosen: dict[str, tuple[int, int, str]] = {}
     repeated, missing = [], []
     for name, label in rows:
         name = posixpath.normpath(name)
@@ -158,7 +162,7 @@ def read_list(path: str) -> Listing:
             missing.append(name)
             continue
         if stat.S_ISREG(status.st_mode):
-            chosen[name] = status.st_size, label
+            chosen[name] = status.st_size, status.st_mtime_ns, label
         else:
             missing.append(name)
     if not chosen:
@@ -169,8 +173,8 @@ def read_list(path: str) -> Listing:
     warn_skipped(missing, f"files of the list {shown(path)} do not exist and were left out")
     warn_skipped(repeated, f"lines of the list {shown(path)} repeat an earlier file and were left out")
     paths = sorted(chosen, key=os.fsencode)
-    labels, class_names = encode_labels([chosen[name][1] for name in paths])
-    return Listing(paths, np.array([chosen[name][0] for name in paths], dtype=np.int64), labels, class_names)
+    sizes, modified = (np.array([chosen[name][column] for name in paths], dtype=np.int64) for column in (0, 1))
+    return Listing(paths, sizes, *encode_labels([chosen[name][2] for name in paths]), modified)
 
 
 def _text_rows(file: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -244,9 +248,9 @@ def read_voc(root: str, split: str | None) -> Listing:
                 num_positive[at[line[0]]] += 1
     labels[num_positive != 1] = -1
     paths = [f"JPEGImages/{images.paths[row]}" for row in rows]
-    if not class_names:
-        return Listing(paths, images.sizes[rows])
-    return Listing(paths, images.sizes[rows], labels[rows], class_names)
+    assert images.modified is not None
+    known = labels[rows] if class_names else None
+    return Listing(paths, images.sizes[rows], known, class_names or None, images.modified[rows])
 
 
 def _voc_lines(path: str) -> list[list[str]]:

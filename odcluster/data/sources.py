@@ -15,17 +15,20 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from odcluster.data import images, readers
+from odcluster.data.changes import compare
 from odcluster.data.readers import Listing, shown
 from odcluster.errors import DataError, UserError
 
 SPLITS = ("train", "val", "trainval", "test")
+FILES = ("folder", "class tree", "list", "voc")
+"""Kinds of data whose images are files of their own: the manifest is all that is needed to open one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +49,17 @@ class Manifest:
     """Names of the labels, if they have names."""
     content: str = ""
     """For images that are not files of their own: dtype, shape and a sampled hash of the data."""
+    modified: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """[N] int64, when each file was written, in ns; 0 unknown. Never decides what an image is: see `changes.py`."""
+    added: tuple[str, ...] = ()
+    """Absolute paths of further folders or lists whose images were added; their names lead there from the root."""
 
     _ROWS: ClassVar = ("#odcluster manifest", "#kind", "#root", "#content", "#classes")
 
     def __post_init__(self) -> None:
-        assert len(self.paths) == len(self.sizes)
+        if len(self.modified) == 0:
+            object.__setattr__(self, "modified", np.zeros(len(self.paths), np.int64))
+        assert len(self.paths) == len(self.sizes) == len(self.modified)
         assert self.labels is None or len(self.labels) == len(self.paths)
 
     def __len__(self) -> int:
@@ -63,31 +72,29 @@ class Manifest:
         return digest.hexdigest()
 
     def difference(self, now: Manifest) -> str:
-        """Say what has changed since this manifest was made; "" if nothing has."""
-        old = dict(zip(self.paths, self.sizes.tolist(), strict=True))
-        new = dict(zip(now.paths, now.sizes.tolist(), strict=True))
-        changes = (
-            ("added", [path for path in now.paths if path not in old]),
-            ("removed", [path for path in self.paths if path not in new]),
-            ("changed in size", [path for path in self.paths if new.get(path, old[path]) != old[path]]),
-        )
-        parts = [f"{len(paths)} {what} ({_first_three(paths)})" for what, paths in changes if paths]
-        if parts:
-            return f"Of {len(self)} images: {', '.join(parts)}."
-        if self.content != now.content:
-            return f"The names are the same, but the content of {shown(now.root) or 'the array'} has changed."
-        return ""
+        """Say what has certainly changed since this manifest was made; "" if nothing has."""
+        changes = compare(self, now)
+        return changes.sentence() if changes else ""
+
+    def folders(self) -> list[str]:
+        """Where the images lie, in which nothing may be written; none where they are listed one by one."""
+        own = [self.root] if self.kind in ("folder", "class tree", "voc") else []
+        return own + [folder for folder in self.added if os.path.isdir(folder)]
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write a CSV: five rows that begin with #, then id,path,size,label. Names keep their very bytes."""
+        """Write a CSV: five rows that begin with #, then one per image. Names keep their very bytes."""
         labels = [""] * len(self) if self.labels is None else self.labels.tolist()
         temporary = f"{os.fspath(path)}.tmp-{os.getpid()}"
         with open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            values: list[list[Any]] = [[1], [self.kind], [self.root], [self.content], self.class_names or []]
+            roots = [self.root, *self.added]
+            values: list[list[Any]] = [[1], [self.kind], roots, [self.content], self.class_names or []]
             writer.writerows([name, *value] for name, value in zip(self._ROWS, values, strict=True))
-            writer.writerow(["id", "path", "size", "label"])
-            writer.writerows(zip(range(len(self)), self.paths, self.sizes.tolist(), labels, strict=True))
+            writer.writerow(["id", "path", "size", "label", "modified"])
+            columns = (self.sizes.tolist(), labels, self.modified.tolist())
+            writer.writerows(zip(range(len(self)), self.paths, *columns, strict=True))
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
 
     @classmethod
@@ -104,16 +111,15 @@ class Manifest:
                 raise ValueError("its ids are not 0, 1, 2, ...")
             labels = np.array([int(row[3]) for row in rows], dtype=np.int64) if rows and rows[0][3] else None
             sizes = np.array([int(row[2]) for row in rows], dtype=np.int64)
+            times = [int(row[4]) if len(row) > 4 else 0 for row in rows]  # manifests of the first version have none
+            modified = np.array(times, dtype=np.int64)
         except (OSError, ValueError, IndexError, StopIteration, OverflowError, csv.Error) as error:
             raise DataError(
                 f"{shown(os.fspath(path))} is not a whole manifest ({error}); restore it or start a new run."
             ) from error
         paths = [row[1] for row in rows]
-        return cls(head[1][1], head[2][1], paths, sizes, labels, head[4][1:] or None, head[3][1])
-
-
-def _first_three(paths: list[str]) -> str:
-    return ", ".join(shown(path) for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
+        classes, added = head[4][1:] or None, tuple(head[2][2:])
+        return cls(head[1][1], head[2][1], paths, sizes, labels, classes, head[3][1], modified, added)
 
 
 class Source(ABC):
@@ -250,7 +256,7 @@ def _open_folder(root: str, split: str | None) -> Source:
         endings = " ".join(readers.EXTENSIONS)
         raise DataError(f"{shown(root)} has no images; {hint} a folder with files ending in {endings}.")
     if tree := readers.class_tree_labels(listing.paths):
-        return _files("class tree", root, Listing(listing.paths, listing.sizes, *tree))
+        return _files("class tree", root, Listing(listing.paths, listing.sizes, *tree, listing.modified))
     return _files("folder", root, listing)
 
 
@@ -315,7 +321,9 @@ def _open_file(path: str, split: str | None) -> Source:
 def _files(kind: str, root: str, listing: Listing, if_empty: str = "") -> Source:
     if if_empty and not listing.paths:
         raise DataError(if_empty)
-    return FileSource(Manifest(kind, root, *listing))
+    paths, sizes, labels, class_names, modified = listing
+    assert modified is not None, "files have times"
+    return FileSource(Manifest(kind, root, paths, sizes, labels, class_names, modified=modified))
 
 
 # --- Arrays -----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from odcluster.config import Config
 from odcluster.data.order import num_steps
 from odcluster.data.readers import shown
-from odcluster.data.sources import FileSource, Manifest, Source, open_source
+from odcluster.data.sources import FILES, FileSource, Manifest, Source, open_source
 from odcluster.errors import DataError, ImageRefused, Interrupted, UserError
 from odcluster.explore.curation import Curated, Curation, open_curation
 from odcluster.explore.export import read_clusters_csv
@@ -39,9 +39,6 @@ from odcluster.explore.history import History
 from odcluster.explore.snapshot import Clusters, Floats, Ids, Rows, group, measure, regroup
 from odcluster.training import checkpoint
 from odcluster.training.run import Run, open_run
-
-FILES = ("folder", "class tree", "list", "voc")
-"""Kinds of data whose images are files of their own: the manifest is all that is needed to open one."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,11 +88,12 @@ def file_name(manifest: Manifest, image: int, taken: set[str], *, is_file: bool)
 
 def check_outside(place: Path, manifest: Manifest) -> None:
     """Nothing is written among the images."""
-    if manifest.kind not in ("folder", "class tree", "voc"):
-        return
-    root = Path(os.path.realpath(manifest.root))
-    if Path(os.path.realpath(place)).is_relative_to(root):
-        raise UserError(f"{place} lies among the images in {shown(os.fspath(root))}; choose another place with --out")
+    for folder in manifest.folders():
+        root = Path(os.path.realpath(folder))
+        if Path(os.path.realpath(place)).is_relative_to(root):
+            raise UserError(
+                f"{place} lies among the images in {shown(os.fspath(root))}; choose another place with --out"
+            )
 
 
 @contextmanager
