@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from odcluster.config import Config, changed, fingerprint
+from odcluster import renew
+from odcluster.config import Config, changed, features_fingerprint, fingerprint
 from odcluster.data.loading import Batches, Cache, Loader, RawBatch
 from odcluster.data.order import num_steps
 from odcluster.data.randomness import Purpose, permutation
-from odcluster.data.sources import FileSource, PackedSource, Source, open_source
+from odcluster.data.sources import FileSource, Manifest, PackedSource, Source, open_source
 from odcluster.data.subsets import Subset
 from odcluster.errors import DataError, Interrupted, UserError
 from odcluster.evaluation.knn import neighbours_kept
@@ -37,6 +38,7 @@ from odcluster.models.weights import describe_weights, load_backbone_weights
 from odcluster.recipes import default_recipe
 from odcluster.recipes import recipe as recipe_of
 from odcluster.training import checkpoint
+from odcluster.training.carry import as_of, forget_old_changes
 from odcluster.training.console import Console, duration
 from odcluster.training.devices import StopFlag, choose_device, seed_torch
 from odcluster.training.frozen import FrozenViews, frozen_views
@@ -117,31 +119,47 @@ def resume(
     run_path: str | os.PathLike[str],
     *,
     data: np.ndarray | None = None,
+    remap: bool = False,
+    add: str | os.PathLike[str] | None = None,
+    epochs: int | None = None,
     workers: int | None = None,
     device: str | None = None,
     max_refused: float | None = None,
     quiet: bool = False,
     console: Console | None = None,
 ) -> Path:
-    """Go on with an interrupted run, exactly. `data` only for a run that was given an array in memory."""
+    """Go on with an interrupted run, exactly. `data` only for a run that was given an array in memory.
+
+    Images that changed meanwhile are an error, unless `remap` says to keep what is known of those that stayed. `add`
+    names a folder of further images, also for a finished run; `epochs` are trained more than planned.
+    """
     console = console or Console(quiet=quiet)
-    run = open_run(Path(run_path))
-    given = {"workers": workers, "max_refused": max_refused}
-    config = changed(run.config(), **{name: value for name, value in given.items() if value is not None})
-    if data is None and not config.data:
-        raise UserError(f"{run.path} was trained on an array in memory: resume it from Python with data=...")
-    source = open_source(data if data is not None else config.data)
-    if difference := run.manifest().difference(source.manifest):
-        raise DataError(f"the images are not those of {run.path}. {difference} Restore them, or start a new run")
-    chosen_device = choose_device(device or config.device)
+    run = open_run(Path(run_path), settled=False)
+    if epochs is not None and epochs < 1:
+        raise UserError(f"--epochs {epochs}: a resumed run can only be trained longer, by 1 epoch or more")
     with RunLock(run):
         run.sweep()
+        renew.settle(run)
         found = checkpoint.find(run.checkpoints, console.warn)
+        before, stored = as_of(run, found.state) if found else (run.manifest(), run.config())
+        given = {"workers": workers, "max_refused": max_refused}
+        config = changed(stored, **{name: value for name, value in given.items() if value is not None})
+        if data is None and not config.data:
+            raise UserError(f"{run.path} was trained on an array in memory: resume it from Python with data=...")
         if found:
             check_unchanged(run, config, found, console)
-            console.say(f"resuming {run.path} at step {found.state['step']}")
-        else:
-            console.say(f"starting {run.path} from the beginning")
+        images = data if data is not None else config.data
+        source, changes = renew.open_images(run, images, before, remap=remap, add=add)
+        chosen_device = choose_device(device or config.device)
+        if changes.touched and not remap:
+            console.warn(f"{changes.sentence()} Where that gave another image, --remap looks at it anew")
+        elif found and (changes or changes.touched or epochs):
+            found = renew.take_in(run, found, source, before, changes, stored, epochs, console.say)
+            config = changed(run.config(), **{name: value for name, value in given.items() if value is not None})
+        elif not found and changes:
+            source.manifest.write(run.manifest_file)
+        where = f"resuming {run.path} at step {found.state['step']}" if found else ""
+        console.say(where or f"starting {run.path} from the beginning")
         method = build_method(config, len(source), chosen_device, console, found)
         return execute(run, config, source, method, chosen_device, found, console)
 
@@ -179,10 +197,11 @@ def execute(
         with loader:
             batches: Batches = loader
             if config.fine_tuning.frozen:
-                batches = frozen_features(run, config, loader, method, len(source), device, console, stop)
+                batches = frozen_features(run, config, loader, method, source.manifest, device, console, stop)
             Trainer(method, batches, source.manifest, config, device, console, stop).run(run, found)
             trained = config.weights and not config.fine_tuning.frozen
             kept = kept_neighbours(config, method, loader, len(source), device, console) if trained else None
+        forget_old_changes(run)
         console.say(f"done in {duration(time.monotonic() - started)}: {run.path}", style="bold")
         for sentence in deliver(run, config, source, method):
             console.say(f"  {sentence}")
@@ -203,7 +222,7 @@ def frozen_features(
     config: Config,
     loader: Loader,
     method: Method,
-    num_samples: int,
+    manifest: Manifest,
     device: torch.device,
     console: Console,
     stop: StopFlag,
@@ -211,22 +230,22 @@ def frozen_features(
     """What the frozen backbone makes of all images and views of them: in the run directory, or made now."""
     backbone, views = cast(Backbone, method.backbone), config.fine_tuning.cached_views
 
-    def notice(done: int) -> None:
+    def notice(done: int, total: int) -> None:
         stop.poll()
-        console.progress("features of the frozen backbone", done, (1 + views) * num_samples)
+        console.progress("features of the frozen backbone", done, total)
 
     try:
         return frozen_views(
             run.path / "features",
             loader,
             backbone,
-            num_samples=num_samples,
+            manifest=manifest,
             num_features=backbone.num_features,
             num_cached=views,
             num_views=config.augmentation.num_views,
             seed=config.seed,
             device=device,
-            identity=fingerprint(config),
+            identity=features_fingerprint(config),
             progress=notice,
             bfloat16=config.running.precision == "bfloat16",
         )

@@ -117,14 +117,19 @@ def demo_verb(given: list[str]) -> None:
 
 
 def resume_verb(given: list[str]) -> None:
-    """Go on with an interrupted run, to the same end as if it had never stopped."""
+    """Go on with an interrupted run, to the same end as if never stopped. Or train longer, or with more images."""
     extra = {
         "run": required("RUN", "The run directory."),
+        "remap": flag("The images changed: keep what is known of those that stayed, forget those that are gone."),
+        "add": optional("FOLDER", "Add the images of this folder, also to a finished run, and go on training.", None),
+        "epochs": optional(
+            "INT", "Train this many epochs more than planned. Not given: as new images need.", None, int
+        ),
         "workers": optional("INT", doc("workers"), None, int),
         "device": optional("STR", doc("device"), None),
         "max_refused": optional("FLOAT", doc("max_refused", GROUPS["running"]), None, float),
     }
-    values = parse("resume", resume_verb, given, extra)
+    values = parse("resume", resume_verb, given, extra, flags=True)
     from odcluster import api
 
     api.resume(values.pop("run"), **values)

@@ -526,6 +526,21 @@ def fingerprint(config: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def features_fingerprint(config: Config) -> str:
+    """Hash of what decides the features of a frozen backbone: not how long or how one learns from them."""
+    usual = Config(
+        recipe=config.recipe,
+        method=config.method,
+        backbone=config.backbone,
+        image_size=config.image_size,
+        seed=config.seed,
+        augmentation=config.augmentation,
+        fine_tuning=config.fine_tuning,
+        running=config.running,
+    )
+    return fingerprint(usual)
+
+
 def from_json(text: str) -> Config:
     """The inverse of to_json; a key that is unknown, missing or of the wrong type is refused by name."""
     try:

@@ -17,11 +17,17 @@ from odcluster.data.sources import FILES, FileSource, Manifest, Source, open_sou
 from odcluster.errors import DataError
 
 
-def open_with_added(data: str | os.PathLike[str] | np.ndarray, added: Iterable[str]) -> Source:
-    """What `open_source` gives, and with it the images of further folders or lists."""
+def open_with_added(
+    data: str | os.PathLike[str] | np.ndarray, added: Iterable[str], *, skip_missing: bool = False
+) -> Source:
+    """What `open_source` gives, and with it the images of further folders or lists, without those that are gone."""
     source = open_source(data)
     for place in added:
-        source = with_added(source, place)
+        try:
+            source = with_added(source, place)
+        except DataError:
+            if not skip_missing:
+                raise
     return source
 
 
@@ -38,12 +44,7 @@ def with_added(source: Source, place: str | os.PathLike[str]) -> Source:
         raise DataError(f"{shown(os.fsdecode(place))} holds no image files but {more.kind}; give a folder of images.")
     names, known = names_from(first.root, more), set(first.paths)
     new = [row for row, name in enumerate(names) if name not in known]
-    if not new:
-        raise DataError(
-            f"all images of {shown(os.fsdecode(place))} are in the run already (new files in the folder of the run "
-            "itself are taken in by --remap)."
-        )
-    merged = _merged(first, more, np.array(new), names)
+    merged = _merged(first, more, np.array(new, np.int64), names)
     where = os.path.abspath(os.path.expanduser(os.fsdecode(place)))
     return FileSource(dataclasses.replace(merged, added=tuple(dict.fromkeys([*first.added, where]))))
 

@@ -39,6 +39,7 @@ def chosen(manifest: Manifest, ids: NDArray[np.int64]) -> Manifest:
         manifest,
         paths=[manifest.paths[id] for id in ids.tolist()],
         sizes=manifest.sizes[ids],
+        modified=manifest.modified[ids],
         labels=None if manifest.labels is None else manifest.labels[ids],
     )
 

@@ -110,7 +110,8 @@ class Collection:
         self._say = say
         self.source = self._open_source()
         self.history = History(run.metrics_file)
-        self.curation: Curation = open_curation(run.path)
+        self.curation: Curation = open_curation(run.path, self.manifest)
+        self._images = self.manifest.fingerprint()
         self.total_steps = total_steps(self.config, len(self.manifest))
         self._features: Features | None = None
         self._own_labels: NDArray[np.int64] | None = None  # of k-means, where the method makes no clusters
@@ -281,6 +282,11 @@ class Collection:
 
     def _take_snapshot(self) -> Snapshot:
         memory = read_memory(self.run)
+        if memory is not None and memory.manifest != self._images:
+            self.note("images were added to this run or removed meanwhile; start `odcluster explore` again to see them")
+            return self._snapshot
+        if memory is not None and memory.total_steps:
+            self.total_steps = memory.total_steps
         version, step = ("", 0) if memory is None else (memory.name, memory.step)
         rows, features = None, ""
         if memory is not None and memory.rows is not None and memory.labels is not None and (memory.labels >= 0).any():

@@ -14,7 +14,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from odcluster.data.changes import compare
+from odcluster.data.sources import Manifest
 from odcluster.errors import DataError, UserError
 
 FILE = "curation.sqlite"
@@ -163,16 +165,37 @@ def curated_labels(labels: NDArray[np.integer], edits: Iterable[Edit]) -> NDArra
     return replay(edits).labels(labels)
 
 
-def open_curation(run: str | os.PathLike[str]) -> Curation:
-    """The edits of a run directory; nothing is written before the first edit."""
-    return Curation(Path(run) / FILE)
+def open_curation(run: str | os.PathLike[str], manifest: Manifest | None = None) -> Curation:
+    """The edits of a run directory, whose images the caller knows as `manifest`; nothing is written before the first
+    edit.
+    """
+    return Curation(Path(run) / FILE, manifest)
+
+
+def carry_edits(run: str | os.PathLike[str], before: Manifest, now: Manifest) -> None:
+    """Images have other ids now: let the edits follow, in one transaction; done already, it changes nothing."""
+    if not (Path(run) / FILE).is_file():
+        return
+    new_ids, fingerprint = compare(before, now).new_ids(), now.fingerprint()
+    with closing(Curation(Path(run) / FILE)) as curation, curation._writing() as database:
+        database.execute("CREATE TABLE IF NOT EXISTS images (manifest TEXT NOT NULL)")
+        if database.execute("SELECT manifest FROM images").fetchall() == [(fingerprint,)]:
+            return
+        for edit in _all_edits(database):
+            if "images" in edit.details:
+                moved = [int(new_ids[id]) for id in edit.details["images"] if id < len(new_ids)]
+                details = {**edit.details, "images": [id for id in moved if id >= 0]}
+                database.execute("UPDATE edits SET details = ? WHERE id = ?", (json.dumps(details), edit.id))
+        database.execute("DELETE FROM images")
+        database.execute("INSERT INTO images VALUES (?)", (fingerprint,))
 
 
 class Curation:
     """The log of one run. Safe with several threads and several processes."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
         self.path = path
+        self._images = manifest.fingerprint() if manifest is not None else ""
         self._lock = threading.RLock()
         self._connection: sqlite3.Connection | None = None
         self._replayed = (-1, Curated())
@@ -267,6 +290,8 @@ class Curation:
             try:
                 if self._connection is None and self.path.is_file():
                     self._connection = self._open()
+                if self._connection is not None:
+                    self._check_images(self._connection)
                 yield self._connection
             except sqlite3.Error as error:
                 raise DataError(
@@ -283,6 +308,7 @@ class Curation:
                 database = self._connection
                 database.execute("BEGIN IMMEDIATE")
                 try:
+                    self._check_images(database)
                     yield database
                     revision = database.execute("PRAGMA user_version").fetchone()[0]
                     database.execute(f"PRAGMA user_version = {int(revision) + 1}")
@@ -294,6 +320,12 @@ class Curation:
                 raise DataError(
                     f"{self.path} cannot be written ({error}); check its permissions and the space on the disk"
                 ) from error
+
+    def _check_images(self, database: sqlite3.Connection) -> None:
+        """Ids of another set of images would name the wrong ones."""
+        known = database.execute("SELECT count(*) FROM sqlite_master WHERE name = 'images'").fetchone()[0]
+        if known and self._images and database.execute("SELECT manifest FROM images").fetchone() != (self._images,):
+            raise UserError("images were added to this run or removed meanwhile; start `odcluster explore` again")
 
     @staticmethod
     def _use_log(database: sqlite3.Connection) -> None:

@@ -88,7 +88,7 @@ def compare_with_kmeans(run: Run, method: ODC) -> list[str]:
     if not method.frozen or not method.config.clustering.neighbours:
         return []
     ours = agreement_of_neighbours(method.neighbours, method.samples.labels)
-    plain = next(line[PLAIN_AGREEMENT] for line in read_metrics(run.metrics_file) if PLAIN_AGREEMENT in line)
+    plain = [line[PLAIN_AGREEMENT] for line in read_metrics(run.metrics_file) if PLAIN_AGREEMENT in line][-1]
     verdict = (
         "" if ours >= plain else ": no gain here, plain k-means may serve as well; try other --clusters or a lower --lr"
     )

@@ -51,6 +51,10 @@ class Memory:
 
     name: str
     step: int
+    manifest: str
+    """Fingerprint of the images that it is about."""
+    total_steps: int
+    """Of the training as it was planned then; 0 where that is not on record."""
     labels: NDArray[np.int64] | None = None
     rows: Floats | None = None
     centroids: Floats | None = None
@@ -85,13 +89,13 @@ def read_memory(run: Run) -> Memory | None:
                     tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             except (DataError, OSError, SafetensorError):
                 continue
-            return memory_of(path.name, int(state["step"]), tensors)
+            return memory_of(path.name, state, tensors)
         if not paths:
             return None
     return None
 
 
-def memory_of(name: str, step: int, tensors: dict[str, Tensor]) -> Memory:
+def memory_of(name: str, state: dict[str, Any], tensors: dict[str, Tensor]) -> Memory:
     def array(key: str) -> Any:
         if key not in tensors:
             return None
@@ -101,7 +105,9 @@ def memory_of(name: str, step: int, tensors: dict[str, Tensor]) -> Memory:
 
     return Memory(
         name,
-        step,
+        int(state["step"]),
+        state["manifest"],
+        state.get("total_steps", 0),
         array("samples.labels"),
         array("samples.rows"),
         array("centroids.centroids"),

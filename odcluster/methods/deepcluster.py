@@ -121,6 +121,9 @@ class DeepCluster(nn.Module):
     def finish(self, survey: Survey) -> None:
         return None
 
+    def complete(self, survey: Survey) -> Mapping[str, float]:
+        return {}
+
     def health(self) -> Mapping[str, float]:
         counts = self.samples.counts
         return {"smallest": float(counts.min()), "largest": float(counts.max())}

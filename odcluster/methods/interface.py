@@ -85,4 +85,7 @@ class Method(Protocol):
     def finish(self, survey: Survey) -> None:
         """After the last step; done again if the run was killed before its last checkpoint."""
 
+    def complete(self, survey: Survey) -> Mapping[str, float]:
+        """Images were added or removed: find out what is known of every image but not of the new ones."""
+
     def health(self) -> Mapping[str, float]: ...

@@ -97,7 +97,9 @@ class ODC(nn.Module):
         try:
             _, seen = survey.features(self.embed, out=self.samples.rows)
             usable = self.samples.normalise(seen)
-            rows = self.frozen_rows(survey, usable) if first and self.frozen else self.samples.rows
+            rows = self.samples.rows
+            if first and self.frozen:
+                rows = self.frozen_rows(survey.features(lambda features: features)[0], survey, usable)
             labels = self.first_labels(rows, usable, num_clusters, survey)
         except BaseException:
             self.samples.rows.zero_()  # stopped or refused: all of this is done again
@@ -112,11 +114,10 @@ class ODC(nn.Module):
             told[PLAIN_AGREEMENT] = agreement_of_neighbours(self.neighbours, plain)
         return told
 
-    def frozen_rows(self, survey: Survey, usable: Tensor) -> Tensor:
+    def frozen_rows(self, features: Tensor, survey: Survey, usable: Tensor) -> Tensor:
         """What the frozen backbone itself says of all images: better first clusters than a random neck's, and who is
         near whom.
         """
-        features, _ = survey.features(lambda features: features)
         rows = l2_normalise(pca(features, FROZEN_DIM))
         rows[~usable] = 0
         if (k := self.config.clustering.neighbours) and int(usable.sum()) > 1:
@@ -238,6 +239,16 @@ class ODC(nn.Module):
             return
         _, seen = survey.features(self.embed, out=self.samples.rows)
         self.centroids.relabel(self.samples, self.samples.normalise(seen))
+
+    def complete(self, survey: Survey) -> Mapping[str, float]:
+        """With a frozen backbone: who is near whom, the new images among them."""
+        if not self.frozen or not self.config.clustering.neighbours or not bool(self.centroids.counts.any()):
+            return {}
+        features, seen = survey.features(lambda features: features)
+        usable = seen & features.isfinite().all(dim=1)
+        rows = self.frozen_rows(features, survey, usable)
+        plain = self.first_labels(rows, usable, self.config.clusters or 1, survey)
+        return {PLAIN_AGREEMENT: agreement_of_neighbours(self.neighbours, plain)}
 
     def health(self) -> Mapping[str, float]:
         counts = self.centroids.counts

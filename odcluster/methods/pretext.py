@@ -42,6 +42,9 @@ class Pretext(nn.Module):
     def finish(self, survey: Survey) -> None:
         return None
 
+    def complete(self, survey: Survey) -> Mapping[str, float]:
+        return {}
+
     def health(self) -> Mapping[str, float]:
         return {}
 

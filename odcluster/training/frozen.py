@@ -2,12 +2,14 @@
 
 RUN/features/ holds float16 features of every image and of a few random views of it. Promises: killed at any instant and
 started again, the extraction goes on where it was and ends with the same bytes; features that are not finite are
-refused like unreadable images; which view a step sees is a function of (seed, epoch, image), as everywhere.
+refused like unreadable images; which view a step sees is a function of (seed, epoch, image), as everywhere. When the
+images of the run change, those that stayed keep their features and only the new ones are looked at.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,8 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from odcluster.data.changes import compare
 from odcluster.data.loading import Ids, Loader, RawBatch
 from odcluster.data.randomness import Purpose, uniforms
+from odcluster.data.sources import Manifest
 from odcluster.errors import DataError
 from odcluster.training.run import write_atomically
 from odcluster.training.survey import to_network
@@ -28,6 +32,8 @@ from odcluster.training.survey import to_network
 CHUNK = 64
 """Images per forward pass, times the views of each."""
 SAVE_SECONDS = 20.0
+BLOCK = 8192
+"""Images whose features are copied at a time."""
 MOST = float(np.finfo(np.float16).max)
 
 
@@ -69,25 +75,29 @@ def frozen_views(
     loader: Loader,
     backbone: nn.Module,
     *,
-    num_samples: int,
+    manifest: Manifest,
     num_features: int,
     num_cached: int,
     num_views: int,
     seed: int,
     device: torch.device,
     identity: str,
-    progress: Callable[[int], None],
+    progress: Callable[[int, int], None],
     bfloat16: bool = False,
 ) -> FrozenViews:
     """Features of all images and of `num_cached` views of each, from the folder or made now. `progress` may raise."""
-    shape = (1 + num_cached, num_samples, num_features)
+    shape = (1 + num_cached, len(manifest), num_features)
     file, state_file = folder / "features.npy", folder / "state.json"
     try:
+        recover(folder)
         state = _state(state_file, identity)
+        if state is not None and state["images"] != manifest.fingerprint():
+            state = grow(folder, state, manifest)
         if state is None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            state = {"identity": identity, "done": 0, "refused": {}}
+            manifest.write(folder / "manifest.csv")
+            state = {"identity": identity, "images": manifest.fingerprint(), "missing": None, "done": 0, "refused": {}}
             features = np.lib.format.open_memmap(file, mode="w+", dtype=np.float16, shape=shape)
             write_atomically(state_file, json.dumps(state))
         else:
@@ -101,6 +111,43 @@ def frozen_views(
     return FrozenViews(features, refused, num_views, seed)
 
 
+def grow(folder: Path, state: dict[str, Any], manifest: Manifest) -> dict[str, Any] | None:
+    """Features for other images: rows of those that stayed are copied. None: they were not complete, begin again."""
+    before = Manifest.read(folder / "manifest.csv")
+    if state["done"] < 2 * (len(before) if state["missing"] is None else len(state["missing"])):
+        return None
+    changes = compare(before, manifest)
+    old = np.lib.format.open_memmap(folder / "features.npy", mode="r")
+    grown = folder.with_name(f"{folder.name}.grown")
+    shutil.rmtree(grown, ignore_errors=True)
+    grown.mkdir()
+    shape = (len(old), len(manifest), old.shape[2])
+    new = np.lib.format.open_memmap(grown / "features.npy", mode="w+", dtype=np.float16, shape=shape)
+    kept = np.flatnonzero(changes.origin >= 0)
+    for start in range(0, len(kept), BLOCK):
+        here = kept[start : start + BLOCK]
+        new[:, here] = old[:, changes.origin[here]]
+    new.flush()
+    new_ids = changes.new_ids()
+    refused = {str(new_ids[int(id)]): reason for id, reason in state["refused"].items() if new_ids[int(id)] >= 0}
+    missing = np.flatnonzero(changes.origin < 0).tolist()
+    state = {**state, "images": manifest.fingerprint(), "missing": missing, "done": 0, "refused": refused}
+    manifest.write(grown / "manifest.csv")
+    write_atomically(grown / "state.json", json.dumps(state))  # last: from now on they are complete
+    os.rename(folder, folder.with_name(f"{folder.name}.old"))
+    recover(folder)
+    return state
+
+
+def recover(folder: Path) -> None:
+    """Complete what `grow` began, if it was killed."""
+    grown, old = (folder.with_name(f"{folder.name}.{name}") for name in ("grown", "old"))
+    if not folder.exists() and (grown / "state.json").is_file():
+        os.rename(grown, folder)
+    for rest in (grown, old) if folder.exists() else ():
+        shutil.rmtree(rest, ignore_errors=True)
+
+
 @torch.no_grad()
 def _extract(
     features: NDArray[np.float16],
@@ -109,29 +156,28 @@ def _extract(
     loader: Loader,
     backbone: nn.Module,
     device: torch.device,
-    progress: Callable[[int], None],
+    progress: Callable[[int, int], None],
 ) -> None:
     backbone.eval()
-    num_samples, saved = features.shape[1], time.monotonic()
+    wanted = np.arange(features.shape[1]) if state["missing"] is None else np.array(state["missing"], np.int64)
+    saved = time.monotonic()
     mean, std = loader.normalisation_on(device)
     for at, rows in enumerate((features[:1], features[1:])):  # first the images themselves, then their views
-        begun = max(0, state["done"] - at * num_samples)
-        parts = [np.arange(start, min(start + CHUNK, num_samples)) for start in range(begun, num_samples, CHUNK)]
-        everything = np.arange(begun, num_samples)
-        for raw in loader.training(0, parts) if at else loader.evaluation(everything, CHUNK):
+        ids = wanted[max(0, state["done"] - at * len(wanted)) :]
+        parts = [ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK)]
+        for raw in loader.training(0, parts) if at else loader.evaluation(ids, CHUNK):
             _keep(raw, backbone(to_network(raw.images, mean, std).flatten(0, 1)).float().cpu(), rows, state)
             state["done"] += len(raw.ids) + len(raw.refused)
-            if time.monotonic() - saved > SAVE_SECONDS or state["done"] == 2 * num_samples:
+            if time.monotonic() - saved > SAVE_SECONDS or state["done"] == 2 * len(wanted):
                 features.flush()  # type: ignore[attr-defined]
                 write_atomically(state_file, json.dumps(state))
                 saved = time.monotonic()
-            progress(forwarded(state["done"], features))
+            progress(forwarded(state["done"], len(wanted), len(features) - 1), len(features) * len(wanted))
 
 
-def forwarded(done: int, features: NDArray[np.float16]) -> int:
+def forwarded(done: int, num_images: int, num_views: int) -> int:
     """Forward passes behind us: one for each image, then one for each view of each."""
-    num_samples = features.shape[1]
-    return min(done, num_samples) + max(0, done - num_samples) * (len(features) - 1)
+    return min(done, num_images) + max(0, done - num_images) * num_views
 
 
 def _keep(raw: RawBatch, found: Tensor, rows: NDArray[np.float16], state: dict[str, Any]) -> None:
@@ -148,4 +194,4 @@ def _state(state_file: Path, identity: str) -> dict[str, Any] | None:
         state = json.loads(state_file.read_text())
     except (OSError, ValueError):
         return None
-    return state if isinstance(state, dict) and state.get("identity") == identity else None
+    return state if isinstance(state, dict) and state.get("identity") == identity and "images" in state else None

@@ -1,6 +1,7 @@
 """The run directory: what a training leaves behind, and who may write to it.
 
     RUN/ config.json  manifest.csv  metrics.jsonl  train.log  bad_images.csv  checkpoints/  clusters.csv  backbone/
+    changes/ (while a checkpoint is left from before images were added or removed: manifest and configuration of then)
 
 Nothing is written anywhere else. A lock makes sure that one process at a time works on a run.
 """
@@ -36,6 +37,7 @@ class Run:
         self.log_file = path / "train.log"
         self.refused_file = path / "bad_images.csv"
         self.checkpoints = path / "checkpoints"
+        self.changes = path / "changes"
         self.clusters_file = path / "clusters.csv"
         self.backbone = path / "backbone"
 
@@ -97,13 +99,16 @@ def create_run(path: Path, config: Config, manifest: Manifest) -> Run:
     return Run(path)
 
 
-def open_run(path: Path) -> Run:
-    """An existing run directory."""
+def open_run(path: Path, *, settled: bool = True) -> Run:
+    """An existing run directory; with `settled`, not one in which a change of its images was interrupted."""
     if not path.is_dir():
         raise DataError(f"there is no run directory {path}; `odcluster train DATA --out {path}` makes one")
     if not (path / "config.json").is_file() or not (path / "manifest.csv").is_file():
         raise DataError(f"{path} is not a run directory (no config.json and manifest.csv in it)")
-    return Run(path)
+    run = Run(path)
+    if settled and any((run.checkpoints / file.parent.name).is_dir() for file in run.changes.glob("*/manifest.csv")):
+        raise DataError(f"a change of the images of {path} was interrupted; `odcluster resume {path}` completes it")
+    return run
 
 
 class RunLock:

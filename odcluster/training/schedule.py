@@ -18,10 +18,21 @@ class Schedule:
     phases: list[Phase]
     steps_per_epoch: int
     total_steps: int
+    anchor: tuple[int, int] = (0, 0)
+    """A step and the epoch that it begins. Epochs have another length since then, if images came or went."""
+
+    def place(self, step: int) -> tuple[int, int]:
+        """The epoch of a step and its position there."""
+        epochs, position = divmod(step - self.anchor[0], self.steps_per_epoch)
+        return self.anchor[1] + epochs, position
+
+    def first_step(self, epoch: int) -> int:
+        """The step that begins an epoch; before the anchor, where it would be had epochs always been this long."""
+        return self.anchor[0] + (epoch - self.anchor[1]) * self.steps_per_epoch
 
     def phase_at(self, step: int) -> tuple[Phase, int]:
         """The phase of a step and the step at which that phase began."""
-        start = 0
+        start = self.first_step(0)
         for phase in self.phases[:-1]:
             if step < start + phase.epochs * self.steps_per_epoch:
                 return phase, start
@@ -36,6 +47,14 @@ class Schedule:
     def _warmup(self, phase: Phase, done: int) -> float:
         steps = phase.warmup_epochs * self.steps_per_epoch
         return min(1.0, (done + 1) / steps) if steps > 0 else 1.0
+
+
+def lay_out(
+    phases: list[Phase], steps_per_epoch: int, epochs: int, max_steps: int | None, anchor: tuple[int, int] = (0, 0)
+) -> Schedule:
+    """The schedule of a run of so many epochs, or fewer steps."""
+    end = Schedule(phases, steps_per_epoch, 0, anchor).first_step(epochs)
+    return Schedule(phases, steps_per_epoch, min(end, max_steps or end), anchor)
 
 
 def rate(schedule: str, progress: float) -> float:

@@ -29,7 +29,7 @@ from odcluster.training.console import Console
 from odcluster.training.devices import StopFlag, seed_torch
 from odcluster.training.metrics import MetricsFile, Window
 from odcluster.training.run import Run, write_atomically
-from odcluster.training.schedule import Schedule
+from odcluster.training.schedule import Schedule, lay_out
 from odcluster.training.survey import DataSurvey, to_network
 
 MEMORY_PREFIXES = ("samples.", "centroids.")
@@ -61,9 +61,7 @@ class Trainer:
         self.method, self.loader, self.manifest, self.config = method, loader, manifest, config
         self.device, self.console, self.stop = device, console, stop
         self.batch_size = min(config.batch_size, len(manifest))
-        steps_per_epoch = num_steps(len(manifest), self.batch_size)
-        total = steps_per_epoch * config.epochs
-        self.schedule = Schedule(method.phases(), steps_per_epoch, min(total, config.max_steps or total))
+        self.schedule = self._schedule((0, 0))
         self.module.to(device)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.running.precision == "bfloat16")
         self.mean, self.std = loader.normalisation_on(device)
@@ -71,6 +69,7 @@ class Trainer:
         self.begun = False  # whether begin_epoch has been done for the epoch of this step
         self.finished = False
         self.skips = 0
+        self.changed: dict[str, int] | None = None  # how many images came and went, until the method knows of it
         self.refused: dict[int, str] = {}
         self.window = Window()
         self.warned: set[str] = set()
@@ -88,6 +87,8 @@ class Trainer:
         self.last_save = self.interval_start = time.monotonic()
         self.images = self.waited = 0.0
         try:
+            if start and (changed := start.state.get("changed")):
+                self._take_in(changed)
             while self.step < self.schedule.total_steps:
                 self._epoch()
             if not self.finished:
@@ -118,6 +119,9 @@ class Trainer:
             "stem": backbone.stem,
             "config": fingerprint(self.config),
             "versions": {"torch": torch.__version__},
+            "anchor": self.schedule.anchor,
+            "total_steps": self.schedule.total_steps,
+            "changed": self.changed,
         }
         try:
             directory = self.run_directory.checkpoints
@@ -151,6 +155,8 @@ class Trainer:
         self.step, self.begun, self.skips = state["step"], state["begun"], state["skips"]
         self.finished = state.get("finished", False)
         self.refused = {int(key): reason for key, reason in state["refused"].items()}
+        self.changed = state.get("changed")
+        self.schedule = self._schedule(tuple(state.get("anchor", (0, 0))))
         self.window = Window(state["window"])
         self.warned = set(state["warned"])
         self.module.load_state_dict({**start.tensors["model"], **start.tensors["memory"]})
@@ -163,11 +169,23 @@ class Trainer:
                 where = "cpu" if entry == "step" else self.device  # AdamW counts its steps on the CPU
                 self.optimizer.state[parameters[name]][entry] = value.to(where)
 
+    def _schedule(self, anchor: tuple[int, int]) -> Schedule:
+        steps_per_epoch, epochs = num_steps(len(self.manifest), self.batch_size), self.config.epochs
+        assert epochs is not None
+        return lay_out(self.method.phases(), steps_per_epoch, epochs, self.config.max_steps, anchor)
+
+    def _take_in(self, changed: dict[str, int]) -> None:
+        """Images came or went since the last step: let the method complete what it knows of them, once."""
+        epoch, _ = self.schedule.place(self.step)
+        told = self.method.complete(DataSurvey(self, epoch))
+        self._write({"step": self.step, "epoch": epoch, "event": "images", **changed, **told})
+        self.changed = None
+
     # One epoch, one step ------------------------------------------------------------
 
     def _epoch(self) -> None:
-        epoch, position = divmod(self.step, self.schedule.steps_per_epoch)
-        steps = min(self.schedule.steps_per_epoch, self.schedule.total_steps - epoch * self.schedule.steps_per_epoch)
+        epoch, position = self.schedule.place(self.step)
+        steps = min(self.schedule.steps_per_epoch, self.schedule.total_steps - self.schedule.first_step(epoch))
         if not self.begun:
             self._begin_epoch(epoch)
         order = self.method.epoch_order(epoch)
@@ -183,7 +201,7 @@ class Trainer:
                 self._train_step(raw, epoch)
             self.images += len(raw.ids)
             self.step += 1
-            if self.step % self.schedule.steps_per_epoch == 0:
+            if self.step == self.schedule.first_step(epoch + 1):
                 self.method.end_epoch(epoch)
                 self.begun = False
             if not self.begun or self.step == self.schedule.total_steps:
@@ -311,7 +329,7 @@ class Trainer:
     def _record_sizes(self, epoch: int) -> None:
         """The size of every cluster, for those who look at how they came about; epochs in between are left out."""
         assert self.config.epochs is not None
-        first = self.schedule.phase_at(self.step - 1)[1] == epoch * self.schedule.steps_per_epoch
+        first = self.schedule.phase_at(self.step - 1)[1] == self.schedule.first_step(epoch)
         last = self.step == self.schedule.total_steps
         if not first and not last and (epoch + 1) % -(-self.config.epochs // SIZE_RECORDS) != 0:
             return

@@ -177,7 +177,7 @@ def test_a_changed_folder_is_noticed_and_explained(tmp_path):
     folder = make_images(tmp_path / "images", 60)
     run = odcluster.train(folder, out=tmp_path / "run", quiet=True, **{**TINY, "clusters": 4})
     (folder / "image0001.png").rename(folder / "renamed.png")
-    with pytest.raises(DataError, match=r"1 added \(renamed.png\), 1 removed \(image0001.png\)"):
+    with pytest.raises(DataError, match=r"1 renamed \(image0001.png to renamed.png\)"):
         odcluster.resume(run, quiet=True)
 
 
