@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from odcluster.config import Config, changed, fingerprint
+from odcluster.config import Config, changed, decisive, differences, fingerprint
 from odcluster.data.loading import Batches, Cache, Loader, RawBatch
 from odcluster.data.order import num_steps
 from odcluster.data.randomness import Purpose, permutation
@@ -145,12 +145,14 @@ def resume(
 def check_unchanged(run: Run, config: Config, found: checkpoint.Checkpoint, console: Console) -> None:
     """Refuse a changed configuration; say when another torch may give other bits."""
     if found.state["config"] != fingerprint(config):
+        before = found.state.get("options")  # the first version did not keep them
+        told = f" ({'; '.join(differences(before, decisive(config)))})" if before else ""
         raise DataError(
-            f"{run.config_file} was changed since {found.path.name} was written; restore it, or start a new run"
+            f"{run.config_file} was changed since {found.path.name} was written{told}; restore it, or start a new run"
         )
-    before = found.state["versions"]["torch"]
-    if before != torch.__version__:
-        console.warn(f"the run was started with torch {before} and goes on with {torch.__version__}: bits may differ")
+    version = found.state["versions"]["torch"]
+    if version != torch.__version__:
+        console.warn(f"the run was started with torch {version} and goes on with {torch.__version__}: bits may differ")
 
 
 def execute(
@@ -244,6 +246,8 @@ def build_method(
         backbone = new_backbone(config, found.state["stem"])
         mean, std = map(tuple, found.state["normalisation"])
         backbone.set_normalisation(mean, std)
+        stored = found.tensors["model"].items()  # features of a frozen backbone may have to be made again
+        backbone.load_state_dict({k.removeprefix("backbone."): v for k, v in stored if k.startswith("backbone.")})
         freeze(backbone, config)
     method = METHODS[config.method](backbone, num_samples, config)
     if config.running.compile:

@@ -1,13 +1,16 @@
 """Training on features that are computed once, because the backbone they come from is not trained.
 
 RUN/features/ holds float16 features of every image and of a few random views of it. Promises: killed at any instant and
-started again, the extraction goes on where it was and ends with the same bytes; features that are not finite are
-refused like unreadable images; which view a step sees is a function of (seed, epoch, image), as everywhere.
+started again, the extraction goes on where it was and ends with the same bytes; a damaged file is made anew; features
+that are not finite are refused like unreadable images; which view a step sees is a function of (seed, epoch, image),
+as everywhere.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +25,7 @@ from torch import Tensor, nn
 from odcluster.data.loading import Ids, Loader, RawBatch
 from odcluster.data.randomness import Purpose, uniforms
 from odcluster.errors import DataError
+from odcluster.training.checkpoint import file_hash
 from odcluster.training.run import write_atomically
 from odcluster.training.survey import to_network
 
@@ -84,17 +88,20 @@ def frozen_views(
     file, state_file = folder / "features.npy", folder / "state.json"
     try:
         state = _state(state_file, identity)
-        if state is None:
+        if state is None or not _undamaged(file, state, shape):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             state = {"identity": identity, "done": 0, "refused": {}}
-            features = np.lib.format.open_memmap(file, mode="w+", dtype=np.float16, shape=shape)
+            features = _new_file(file, shape)
             write_atomically(state_file, json.dumps(state))
         else:
             features = np.lib.format.open_memmap(file, mode="r+")
         assert features.shape == shape, "the identity does not tell features of other sizes apart"
         with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
             _extract(features, state, state_file, loader, backbone, device, progress)
+        if "sha256" not in state:
+            state["sha256"] = file_hash(file)
+            write_atomically(state_file, json.dumps(state))
     except OSError as error:
         raise DataError(f"features cannot be kept in {folder} ({error.strerror}); free some space there") from error
     refused = {int(i): reason for i, reason in state["refused"].items()}
@@ -140,6 +147,27 @@ def _keep(raw: RawBatch, found: Tensor, rows: NDArray[np.float16], state: dict[s
     rows[:, raw.ids.numpy()] = found.nan_to_num().clamp(-MOST, MOST).numpy().astype(np.float16)
     state["refused"].update({str(i): reason for i, reason in raw.refused})
     state["refused"].update({str(i): "its features are not finite" for i in raw.ids[~finite].tolist()})
+
+
+def _new_file(file: Path, shape: tuple[int, ...]) -> NDArray[np.float16]:
+    """An array on disk whose space is taken at once: a disk that fills up later would kill a process that maps it."""
+    needed = 2 * int(np.prod(shape))
+    if shutil.disk_usage(file.parent).free < needed + (1 << 20):
+        raise OSError(errno.ENOSPC, f"{needed >> 20} MB are needed, which are not free")
+    features = np.lib.format.open_memmap(file, mode="w+", dtype=np.float16, shape=shape)
+    if hasattr(os, "posix_fallocate"):
+        with open(file, "r+b") as opened:
+            os.posix_fallocate(opened.fileno(), 0, os.fstat(opened.fileno()).st_size)
+    return features
+
+
+def _undamaged(file: Path, state: dict[str, Any], shape: tuple[int, ...]) -> bool:
+    """Whether the file has its length and, once it is complete, its hash."""
+    try:
+        whole = np.load(file, mmap_mode="r").shape == shape  # fails on a file that is too short
+        return whole and ("sha256" not in state or file_hash(file) == state["sha256"])
+    except (OSError, ValueError):
+        return False
 
 
 def _state(state_file: Path, identity: str) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from odcluster.config import Config, fingerprint
+from odcluster.config import Config, decisive, fingerprint
 from odcluster.data.loading import Batches, RawBatch
 from odcluster.data.order import batch_ids, epoch_order, num_steps
 from odcluster.data.randomness import Purpose
@@ -117,6 +117,7 @@ class Trainer:
             "normalisation": [backbone.mean, backbone.std],
             "stem": backbone.stem,
             "config": fingerprint(self.config),
+            "options": decisive(self.config),
             "versions": {"torch": torch.__version__},
         }
         try:
