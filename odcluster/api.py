@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -178,7 +177,13 @@ def execute(
                 batches = frozen_features(run, config, loader, method, len(source), device, console, stop)
             Trainer(method, batches, source.manifest, config, device, console, stop).run(run, found)
             trained = config.weights and not config.fine_tuning.frozen
-            kept = kept_neighbours(config, method, loader, len(source), device, console) if trained else None
+            try:
+                kept = kept_neighbours(config, method, loader, len(source), device, console, stop) if trained else None
+                stop.poll()
+            except Interrupted as stopped:
+                raise Interrupted(
+                    f"stopped, the training is complete and saved: `odcluster resume {run.path}` writes what came of it"
+                ) from stopped
         console.say(f"done in {duration(time.monotonic() - started)}: {run.path}", style="bold")
         for sentence in deliver(run, config, source, method):
             console.say(f"  {sentence}")
@@ -300,7 +305,13 @@ def stem_of(weights: str | None) -> Literal["auto", "standard", "small"]:
 
 
 def kept_neighbours(
-    config: Config, method: Method, loader: Loader, num_samples: int, device: torch.device, console: Console
+    config: Config,
+    method: Method,
+    loader: Loader,
+    num_samples: int,
+    device: torch.device,
+    console: Console,
+    stop: StopFlag,
 ) -> float | None:
     """What fine-tuning did to the features, without labels: the share of nearest neighbours that stayed."""
     try:
@@ -312,14 +323,15 @@ def kept_neighbours(
     rows = []
     for name, backbone in (("before", before), ("after", cast(Backbone, method.backbone))):
         backbone.eval()
-        progress = partial(console.progress, f"features {name} training", total=len(ids))
-        found, seen = extract(represent(backbone), loader, ids, device, partial(_show, progress))
+        notice = partial(_show, console, stop, f"features {name} training", len(ids))
+        found, seen = extract(represent(backbone), loader, ids, device, notice)
         rows.append(found[seen])
     return neighbours_kept(rows[0], rows[1])
 
 
-def _show(progress: Callable[..., None], raw: RawBatch, done: int) -> None:
-    progress(done=done)
+def _show(console: Console, stop: StopFlag, activity: str, total: int, raw: RawBatch, done: int) -> None:
+    stop.poll()
+    console.progress(activity, done, total)
 
 
 def build_loader(

@@ -170,7 +170,9 @@ def test_at_random_times(sweep, images, options, references, tmp_path):
     reference = references("odc")
     tried, lost, run = 0, [], tmp_path / "run"
     began = time.monotonic()
-    finish(partial(odcluster.train, images, out=tmp_path / "timed", quiet=True, **options("odc"), workers=2), output)
+    finish(
+        partial(odcluster.train, images, out=tmp_path / "timed", quiet=True, **{**options("odc"), "workers": 2}), output
+    )
     usual = time.monotonic() - began
     while tried < 50:
         train = partial(odcluster.train, images, out=run, quiet=True, **{**options("odc"), "workers": 2})
