@@ -3,13 +3,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help setup demo test chromium test-browser bench lint check clean
+.PHONY: help setup demo test test-faults chromium test-browser bench lint check clean
 BROWSER ?= $(firstword $(shell command -v chromium chromium-browser google-chrome))
 
 help:
 	@echo "make setup   .venv with the command odcluster in it (a few minutes, once)"
 	@echo "make demo    train on handwritten digits, about a minute; writes runs/demo with a picture of the clusters"
 	@echo "make test    lint, types, import layers and tests, about five minutes"
+	@echo "make test-faults  kills, full disks, signals, damage: all of tests/faults, under half an hour"
 	@echo "make test-browser  the explorer in a real Chromium; installs Debian's if there is none and it may"
 	@echo "make check   lint, types and import layers only"
 	@echo "make bench   all benchmarks, one after the other, into docs/performance.md; leave the machine alone meanwhile"
@@ -36,6 +37,12 @@ check: setup
 test: check
 	@echo "Tests: about five minutes on two cores."
 	$(BIN)/pytest -n 2
+
+# The soak test takes two hours and is started by hand: .venv/bin/python tests/faults/soak.py
+test-faults: setup
+	@rm -f .faults.jsonl
+	ODCLUSTER_FAULTS=$(CURDIR)/.faults.jsonl $(BIN)/pytest -n 2 -m "not slow" tests/faults
+	@$(BIN)/python tests/faults/figures.py .faults.jsonl
 
 chromium:
 	@test -n "$(BROWSER)" || { echo "Installing Debian's Chromium."; \

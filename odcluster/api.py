@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 from odcluster import renew
-from odcluster.config import Config, changed, features_fingerprint, fingerprint
+from odcluster.config import Config, changed, decisive, differences, features_fingerprint, fingerprint
 from odcluster.data.loading import Batches, Cache, Loader, RawBatch
 from odcluster.data.order import num_steps
 from odcluster.data.randomness import Purpose, permutation
@@ -167,12 +166,14 @@ def resume(
 def check_unchanged(run: Run, config: Config, found: checkpoint.Checkpoint, console: Console) -> None:
     """Refuse a changed configuration; say when another torch may give other bits."""
     if found.state["config"] != fingerprint(config):
+        before = found.state.get("options")  # the first version did not keep them
+        told = f" ({'; '.join(differences(before, decisive(config)))})" if before else ""
         raise DataError(
-            f"{run.config_file} was changed since {found.path.name} was written; restore it, or start a new run"
+            f"{run.config_file} was changed since {found.path.name} was written{told}; restore it, or start a new run"
         )
-    before = found.state["versions"]["torch"]
-    if before != torch.__version__:
-        console.warn(f"the run was started with torch {before} and goes on with {torch.__version__}: bits may differ")
+    version = found.state["versions"]["torch"]
+    if version != torch.__version__:
+        console.warn(f"the run was started with torch {version} and goes on with {torch.__version__}: bits may differ")
 
 
 def execute(
@@ -200,7 +201,13 @@ def execute(
                 batches = frozen_features(run, config, loader, method, source.manifest, device, console, stop)
             Trainer(method, batches, source.manifest, config, device, console, stop).run(run, found)
             trained = config.weights and not config.fine_tuning.frozen
-            kept = kept_neighbours(config, method, loader, len(source), device, console) if trained else None
+            try:
+                kept = kept_neighbours(config, method, loader, len(source), device, console, stop) if trained else None
+                stop.poll()
+            except Interrupted as stopped:
+                raise Interrupted(
+                    f"stopped, the training is complete and saved: `odcluster resume {run.path}` writes what came of it"
+                ) from stopped
         forget_old_changes(run)
         console.say(f"done in {duration(time.monotonic() - started)}: {run.path}", style="bold")
         for sentence in deliver(run, config, source, method):
@@ -269,6 +276,8 @@ def build_method(
         backbone = new_backbone(config, found.state["stem"])
         mean, std = map(tuple, found.state["normalisation"])
         backbone.set_normalisation(mean, std)
+        stored = found.tensors["model"].items()  # features of a frozen backbone may have to be made again
+        backbone.load_state_dict({k.removeprefix("backbone."): v for k, v in stored if k.startswith("backbone.")})
         freeze(backbone, config)
     method = METHODS[config.method](backbone, num_samples, config)
     if config.running.compile:
@@ -321,7 +330,13 @@ def stem_of(weights: str | None) -> Literal["auto", "standard", "small"]:
 
 
 def kept_neighbours(
-    config: Config, method: Method, loader: Loader, num_samples: int, device: torch.device, console: Console
+    config: Config,
+    method: Method,
+    loader: Loader,
+    num_samples: int,
+    device: torch.device,
+    console: Console,
+    stop: StopFlag,
 ) -> float | None:
     """What fine-tuning did to the features, without labels: the share of nearest neighbours that stayed."""
     try:
@@ -333,14 +348,15 @@ def kept_neighbours(
     rows = []
     for name, backbone in (("before", before), ("after", cast(Backbone, method.backbone))):
         backbone.eval()
-        progress = partial(console.progress, f"features {name} training", total=len(ids))
-        found, seen = extract(represent(backbone), loader, ids, device, partial(_show, progress))
+        notice = partial(_show, console, stop, f"features {name} training", len(ids))
+        found, seen = extract(represent(backbone), loader, ids, device, notice)
         rows.append(found[seen])
     return neighbours_kept(rows[0], rows[1])
 
 
-def _show(progress: Callable[..., None], raw: RawBatch, done: int) -> None:
-    progress(done=done)
+def _show(console: Console, stop: StopFlag, activity: str, total: int, raw: RawBatch, done: int) -> None:
+    stop.poll()
+    console.progress(activity, done, total)
 
 
 def build_loader(

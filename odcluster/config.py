@@ -518,12 +518,28 @@ def to_json(config: Config) -> str:
     return json.dumps(dataclasses.asdict(config), indent=1) + "\n"
 
 
-def fingerprint(config: Config) -> str:
-    """Hash of everything that decides what is learned: where the images lie and how the machine is used do not."""
+def decisive(config: Config) -> dict[str, Any]:
+    """Everything that decides what is learned: where the images lie and how the machine is used do not."""
     running = Running(precision=config.running.precision)
-    decisive = dataclasses.replace(config, data="", weights=None, workers=None, device="", running=running)
-    text = json.dumps(_without_later(dataclasses.asdict(decisive), Config), indent=1) + "\n"
-    return hashlib.sha256(text.encode()).hexdigest()
+    kept = dataclasses.replace(config, data="", weights=None, workers=None, device="", running=running)
+    return json.loads(json.dumps(_without_later(dataclasses.asdict(kept), Config)))
+
+
+def fingerprint(config: Config) -> str:
+    """Hash of what is decisive."""
+    return hashlib.sha256((json.dumps(decisive(config), indent=1) + "\n").encode()).hexdigest()
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Options that differ between two decisive sets, in words."""
+    found = []
+    for name in sorted({*before, *now}):
+        old, new = before.get(name), now.get(name)
+        if name in GROUPS:
+            found += differences(old or {}, new or {})
+        elif old != new:
+            found.append(f"{name} was {old} and is {new}")
+    return found
 
 
 def features_fingerprint(config: Config) -> str:

@@ -1,13 +1,15 @@
 """Training on features that are computed once, because the backbone they come from is not trained.
 
 RUN/features/ holds float16 features of every image and of a few random views of it. Promises: killed at any instant and
-started again, the extraction goes on where it was and ends with the same bytes; features that are not finite are
-refused like unreadable images; which view a step sees is a function of (seed, epoch, image), as everywhere. When the
-images of the run change, those that stayed keep their features and only the new ones are looked at.
+started again, the extraction goes on where it was and ends with the same bytes; a damaged file is made anew; features
+that are not finite are refused like unreadable images; which view a step sees is a function of (seed, epoch, image),
+as everywhere. When the images of the run change, those that stayed keep their features and only the new ones are looked
+at.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -26,6 +28,7 @@ from odcluster.data.loading import Ids, Loader, RawBatch
 from odcluster.data.randomness import Purpose, uniforms
 from odcluster.data.sources import Manifest
 from odcluster.errors import DataError
+from odcluster.training.checkpoint import file_hash
 from odcluster.training.run import write_atomically
 from odcluster.training.survey import to_network
 
@@ -93,18 +96,21 @@ def frozen_views(
         state = _state(state_file, identity)
         if state is not None and state["images"] != manifest.fingerprint():
             state = grow(folder, state, manifest)
-        if state is None:
+        if state is None or not _undamaged(file, state, shape):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             manifest.write(folder / "manifest.csv")
             state = {"identity": identity, "images": manifest.fingerprint(), "missing": None, "done": 0, "refused": {}}
-            features = np.lib.format.open_memmap(file, mode="w+", dtype=np.float16, shape=shape)
+            features = _new_file(file, shape)
             write_atomically(state_file, json.dumps(state))
         else:
             features = np.lib.format.open_memmap(file, mode="r+")
         assert features.shape == shape, "the identity does not tell features of other sizes apart"
         with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
             _extract(features, state, state_file, loader, backbone, device, progress)
+        if "sha256" not in state:
+            state["sha256"] = file_hash(file)
+            write_atomically(state_file, json.dumps(state))
     except OSError as error:
         raise DataError(f"features cannot be kept in {folder} ({error.strerror}); free some space there") from error
     refused = {int(i): reason for i, reason in state["refused"].items()}
@@ -113,16 +119,16 @@ def frozen_views(
 
 def grow(folder: Path, state: dict[str, Any], manifest: Manifest) -> dict[str, Any] | None:
     """Features for other images: rows of those that stayed are copied. None: they were not complete, begin again."""
-    before = Manifest.read(folder / "manifest.csv")
-    if state["done"] < 2 * (len(before) if state["missing"] is None else len(state["missing"])):
+    before, file = Manifest.read(folder / "manifest.csv"), folder / "features.npy"
+    if "sha256" not in state or file_hash(file) != state["sha256"]:
         return None
     changes = compare(before, manifest)
-    old = np.lib.format.open_memmap(folder / "features.npy", mode="r")
+    old = np.lib.format.open_memmap(file, mode="r")
     grown = folder.with_name(f"{folder.name}.grown")
     shutil.rmtree(grown, ignore_errors=True)
     grown.mkdir()
     shape = (len(old), len(manifest), old.shape[2])
-    new = np.lib.format.open_memmap(grown / "features.npy", mode="w+", dtype=np.float16, shape=shape)
+    new = _new_file(grown / "features.npy", shape)
     kept = np.flatnonzero(changes.origin >= 0)
     for start in range(0, len(kept), BLOCK):
         here = kept[start : start + BLOCK]
@@ -132,6 +138,7 @@ def grow(folder: Path, state: dict[str, Any], manifest: Manifest) -> dict[str, A
     refused = {str(new_ids[int(id)]): reason for id, reason in state["refused"].items() if new_ids[int(id)] >= 0}
     missing = np.flatnonzero(changes.origin < 0).tolist()
     state = {**state, "images": manifest.fingerprint(), "missing": missing, "done": 0, "refused": refused}
+    del state["sha256"]  # of the old file
     manifest.write(grown / "manifest.csv")
     write_atomically(grown / "state.json", json.dumps(state))  # last: from now on they are complete
     os.rename(folder, folder.with_name(f"{folder.name}.old"))
@@ -186,6 +193,27 @@ def _keep(raw: RawBatch, found: Tensor, rows: NDArray[np.float16], state: dict[s
     rows[:, raw.ids.numpy()] = found.nan_to_num().clamp(-MOST, MOST).numpy().astype(np.float16)
     state["refused"].update({str(i): reason for i, reason in raw.refused})
     state["refused"].update({str(i): "its features are not finite" for i in raw.ids[~finite].tolist()})
+
+
+def _new_file(file: Path, shape: tuple[int, ...]) -> NDArray[np.float16]:
+    """An array on disk whose space is taken at once: a disk that fills up later would kill a process that maps it."""
+    needed = 2 * int(np.prod(shape))
+    if shutil.disk_usage(file.parent).free < needed + (1 << 20):
+        raise OSError(errno.ENOSPC, f"{needed >> 20} MB are needed, which are not free")
+    features = np.lib.format.open_memmap(file, mode="w+", dtype=np.float16, shape=shape)
+    if hasattr(os, "posix_fallocate"):
+        with open(file, "r+b") as opened:
+            os.posix_fallocate(opened.fileno(), 0, os.fstat(opened.fileno()).st_size)
+    return features
+
+
+def _undamaged(file: Path, state: dict[str, Any], shape: tuple[int, ...]) -> bool:
+    """Whether the file has its length and, once it is complete, its hash."""
+    try:
+        whole = np.load(file, mmap_mode="r").shape == shape  # fails on a file that is too short
+        return whole and ("sha256" not in state or file_hash(file) == state["sha256"])
+    except (OSError, ValueError):
+        return False
 
 
 def _state(state_file: Path, identity: str) -> dict[str, Any] | None:

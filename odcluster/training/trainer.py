@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from odcluster.config import Config, fingerprint
+from odcluster.config import Config, decisive, fingerprint
 from odcluster.data.loading import Batches, RawBatch
 from odcluster.data.order import batch_ids, epoch_order, num_steps
 from odcluster.data.randomness import Purpose
@@ -105,8 +105,22 @@ class Trainer:
 
     def save(self, last: bool = False) -> None:
         """Write a checkpoint. When the disk is full, go on and try again later; at the end, say so and fail."""
+        try:
+            directory = self.run_directory.checkpoints
+            self.known_valid.add(checkpoint.save(directory, self.step, self.tensors(), self.state()))
+            checkpoint.prune(directory, self.config.running.keep_checkpoints, self.known_valid)
+        except (NotSaved, OSError) as error:
+            if last:
+                raise DataError(
+                    f"{error}; free some space, then `odcluster resume {self.run_directory.path}`"
+                ) from error
+            self.console.warn(f"{error}; earlier checkpoints are intact, training goes on and tries again later")
+        self.last_save = time.monotonic()
+
+    def state(self) -> dict[str, Any]:
+        """All state of the run that is not made of tensors, and what a resume must find unchanged."""
         backbone = cast(Backbone, self.method.backbone)
-        state = {
+        return {
             "begun": self.begun,
             "finished": self.finished,
             "skips": self.skips,
@@ -118,22 +132,12 @@ class Trainer:
             "normalisation": [backbone.mean, backbone.std],
             "stem": backbone.stem,
             "config": fingerprint(self.config),
+            "options": decisive(self.config),
             "versions": {"torch": torch.__version__},
             "anchor": self.schedule.anchor,
             "total_steps": self.schedule.total_steps,
             "changed": self.changed,
         }
-        try:
-            directory = self.run_directory.checkpoints
-            self.known_valid.add(checkpoint.save(directory, self.step, self.tensors(), state))
-            checkpoint.prune(directory, self.config.running.keep_checkpoints, self.known_valid)
-        except NotSaved as error:
-            if last:
-                raise DataError(
-                    f"{error}; free some space, then `odcluster resume {self.run_directory.path}`"
-                ) from error
-            self.console.warn(f"{error}; earlier checkpoints are intact, training goes on and tries again later")
-        self.last_save = time.monotonic()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """All state of the run that is made of tensors, by file."""
@@ -245,7 +249,10 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         outcome.loss.backward()
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        if not torch.isfinite(outcome.loss.detach() + nn.utils.get_total_norm(gradients)):
+        finite = outcome.loss.detach() + nn.utils.get_total_norm(
+            gradients
+        )  # if all terms are; one question to the device
+        if not torch.isfinite(finite if outcome.features is None else finite + outcome.features.sum()):
             for buffer, old in zip(running, before, strict=True):
                 buffer.copy_(old)
             self._skip(batch, float(outcome.loss.detach()))
@@ -260,7 +267,9 @@ class Trainer:
         self.skips += 1
         self.window.add({"skipped": 1.0})
         if self.skips < MOST_SKIPS:
-            self.console.warn(f"step {self.step}: the loss or a gradient is not finite; the step was left out")
+            self.console.warn(
+                f"step {self.step}: the loss, a gradient or a feature is not finite; the step was left out"
+            )
             return
         record = {
             "step": self.step,
@@ -276,7 +285,8 @@ class Trainer:
         write_atomically(folder / f"step-{self.step:08d}.json", json.dumps(record, indent=1))
         raise Diverged(
             f"{MOST_SKIPS} steps in a row gave a non-finite loss or gradient (the last one, step {self.step}, is "
-            f"described in {folder}); train again with a lower --lr than {self.schedule.lr(self.step):g}"
+            f"described in {folder}; odcluster.replay.diverged_batch makes its batch again); train again with a lower "
+            f"--lr than {self.schedule.lr(self.step):g}"
         )
 
     # What people and files are told ------------------------------------------------------------
@@ -287,7 +297,10 @@ class Trainer:
         if not new:
             return
         self.refused.update(new)
-        self.run_directory.write_refused((i, self.manifest.paths[i], why) for i, why in self.refused.items())
+        try:
+            self.run_directory.write_refused((i, self.manifest.paths[i], why) for i, why in self.refused.items())
+        except OSError as error:
+            self.console.warn(f"{self.run_directory.refused_file} could not be written ({error.strerror})")
         first, reason = next(iter(new.items()))
         others = f" and {len(new) - 1} more" if len(new) > 1 else ""
         self.console.warn(

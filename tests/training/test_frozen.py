@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -125,3 +126,28 @@ def test_an_unreadable_image_is_named_and_has_no_cluster(weights, tmp_path):
 def test_frozen_needs_weights(image_folder, tmp_path):
     with pytest.raises(UserError, match="give --weights"):
         odcluster.train(image_folder, out=tmp_path / "run", quiet=True, frozen=True, **TINY)
+
+
+def damaged_features(folder: Path, damage: str) -> None:
+    file = folder / "features.npy"
+    if damage == "gone":
+        shutil.rmtree(folder)
+    elif damage == "short":
+        file.write_bytes(file.read_bytes()[:-1000])
+    else:
+        data = bytearray(file.read_bytes())
+        data[-500] ^= 1
+        file.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("damage", ["gone", "short", "a bit flipped"])
+def test_damaged_features_are_made_again_by_the_same_backbone(damage, run, image_folder, weights, tmp_path):
+    """Also when a checkpoint is there already, and the weights it all began with are not needed for it."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    before = (run / "features" / "features.npy").read_bytes()
+    shutil.rmtree(copy / "backbone")
+    damaged_features(copy / "features", damage)
+    odcluster.resume(copy, quiet=True)
+    assert (copy / "features" / "features.npy").read_bytes() == before
+    assert state_hash(copy) == state_hash(run)

@@ -184,9 +184,14 @@ def test_a_changed_folder_is_noticed_and_explained(tmp_path):
 def test_a_changed_configuration_is_refused(image_folder, tmp_path):
     run = odcluster.train(image_folder, out=tmp_path / "run", quiet=True, **TINY)
     config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({**config, "lr": 0.5}))
-    with pytest.raises(DataError, match="was changed since"):
+    views = {**config["augmentation"], "crop_scale": [0.5, 1.0]}
+    (run / "config.json").write_text(json.dumps({**config, "lr": 0.5, "augmentation": views}))
+    changes = r"was changed since .*\(crop_scale was \[0.2, 1.0\] and is \[0.5, 1.0\]; lr was 0.001 and is 0.5\)"
+    with pytest.raises(DataError, match=changes):
         odcluster.resume(run, quiet=True)
+    running = {**config["running"], "log_interval": 7, "checkpoint_minutes": 3.0}
+    (run / "config.json").write_text(json.dumps({**config, "workers": 1, "running": running}))
+    odcluster.resume(run, quiet=True)  # how the machine is used may change
     (run / "config.json").write_text(json.dumps({**config, "hook": "os.system"}))
     with pytest.raises(UserError, match="unknown keys: hook"):
         odcluster.resume(run, quiet=True)
