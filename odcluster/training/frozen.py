@@ -133,7 +133,7 @@ def grow(folder: Path, state: dict[str, Any], manifest: Manifest) -> dict[str, A
     for start in range(0, len(kept), BLOCK):
         here = kept[start : start + BLOCK]
         new[:, here] = old[:, changes.origin[here]]
-    new.flush()
+    new.flush()  # type: ignore[attr-defined]
     new_ids = changes.new_ids()
     refused = {str(new_ids[int(id)]): reason for id, reason in state["refused"].items() if new_ids[int(id)] >= 0}
     missing = np.flatnonzero(changes.origin < 0).tolist()
