@@ -14,8 +14,8 @@ import numpy as np
 
 from odcluster.api import build_loader, build_method, frozen_features
 from odcluster.config import changed
+from odcluster.data.added import open_with_added
 from odcluster.data.loading import Batches
-from odcluster.data.sources import open_source
 from odcluster.errors import DataError
 from odcluster.methods.interface import Batch
 from odcluster.training import checkpoint
@@ -36,7 +36,7 @@ def diverged_batch(run_path: str | os.PathLike[str], *, data: np.ndarray | None 
         raise DataError(f"{run.path} has no record of a step that was not finite; there is nothing to replay")
     record = json.loads(records[-1].read_text())
     config = changed(run.config(), workers=0, cache_gb=0.0)
-    source = open_source(data if data is not None else config.data)
+    source = open_with_added(data if data is not None else config.data, run.manifest().added)
     if difference := run.manifest().difference(source.manifest):
         raise DataError(f"the images are not those of {run.path}. {difference} Restore them to replay the batch")
     found = checkpoint.find(run.checkpoints, console.warn)
