@@ -107,7 +107,8 @@ def tiny(training: Training) -> Config:
 
 def few(images: Images) -> Images:
     if images.part.startswith("cifar10-tail"):
-        keywords = {**images.choose.keywords, "classes": NUM_CLASSES, "count": 48}  # type: ignore[union-attr]
+        wanted = images.choose.keywords  # type: ignore[union-attr]
+        keywords = {**wanted, "classes": NUM_CLASSES, "count": 44, "ratio": min(wanted["ratio"], 4)}  # type: ignore[union-attr]
         return dataclasses.replace(images, choose=functools.partial(images.choose.func, **keywords))  # type: ignore
     return images
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH, LEFT, RIGHT, BELOW = 7.6, 0.75, 0.35, 0.62  # inches
-PANEL = 2.9
+PANEL, LEGEND_ROW = 2.9, 0.19
 MOST_NUMBERS = 16
 """Bars of a panel that have their number written above them."""
 
@@ -26,22 +26,28 @@ def draw_page(directory: Path, name: str, title: str, notes: Sequence[str], pane
     """NAME.png and NAME.svg with the panels below one another."""
     from odcluster.evaluation.plots import MUTED, house_style, save_figure
 
-    text = [line for note in notes if note for line in textwrap.wrap(note, 104)]
-    above = 0.95 + 0.175 * len(text)
-    height = above + len(panels) * (PANEL + BELOW) + (len(panels) - 1) * 0.35
     with house_style():
         from matplotlib.figure import Figure
 
-        figure = Figure((WIDTH, height), dpi=160)
+        figure = Figure((WIDTH, 4.0), dpi=160)
+        drawn: list[tuple[Axes, float]] = []
+        for panel in panels:
+            axes = figure.add_axes((0.1, 0.1, 0.8, 0.8), label=f"panel {len(drawn)}")
+            axes.grid(axis="y", linewidth=0.8)
+            panel(axes)
+            drawn.append((axes, 0.35 + LEGEND_ROW * legend(axes)))  # a panel, and the room above it
+        text = [line for note in notes if note for line in textwrap.wrap(note, 104)]
+        top = 0.6 + 0.175 * len(text)
+        height = top + sum(above + PANEL + BELOW for _, above in drawn)
+        figure.set_size_inches(WIDTH, height)
         figure.text(0.3 / WIDTH, 1 - 0.28 / height, title, fontsize=13, weight="bold", va="top")
         body = "\n".join(text)
         figure.text(0.3 / WIDTH, 1 - 0.58 / height, body, fontsize=8.5, color=MUTED, va="top", linespacing=1.45)
-        for number, panel in enumerate(panels):
-            bottom = height - above - PANEL - number * (PANEL + BELOW + 0.35)
-            size = (LEFT / WIDTH, bottom / height, 1 - (LEFT + RIGHT) / WIDTH, PANEL / height)
-            axes = figure.add_axes(size)
-            axes.grid(axis="y", linewidth=0.8)
-            panel(axes)
+        bottom = height - top
+        for axes, above in drawn:
+            bottom -= above + PANEL
+            axes.set_position((LEFT / WIDTH, bottom / height, 1 - (LEFT + RIGHT) / WIDTH, PANEL / height))
+            bottom -= BELOW
         return save_figure(figure, directory, name)
 
 
@@ -50,7 +56,9 @@ def curves(
     lines: Mapping[str, tuple[Values, Values]],
     x_label: str,
     y_label: str,
+    *,
     limits: tuple[float, float] | None = None,
+    ticks: Mapping[float, str] | None = None,
 ) -> None:
     """One line per name, named in a legend above."""
     from odcluster.evaluation.plots import PALETTE
@@ -61,7 +69,8 @@ def curves(
     axes.set_ylabel(y_label)
     if limits is not None:
         axes.set_ylim(*limits)
-    legend(axes)
+    if ticks is not None:
+        axes.set_xticks(list(ticks), list(ticks.values()))
 
 
 def sweep(
@@ -90,7 +99,6 @@ def sweep(
     axes.set_xlabel(x_label)
     axes.set_ylabel("%")
     axes.margins(y=0.15)
-    legend(axes)
 
 
 def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Mapping[str, float]], y_label: str) -> None:
@@ -109,23 +117,15 @@ def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Mapping[str, fl
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylabel(y_label)
     axes.margins(y=0.12)
-    legend(axes)
 
 
-def legend(axes: Axes) -> None:
-    """Above the panel, in as many columns as fit."""
+def legend(axes: Axes) -> int:
+    """Names above the panel, in as many columns as fit; returns how many rows that takes."""
     names = axes.get_legend_handles_labels()[1]
-    if names:
-        columns = max(1, min(len(names), math.floor(88 / (max(map(len, names)) + 6))))
-        rows = math.ceil(len(names) / columns)
-        if rows > 2:  # no room above
-            axes.legend(ncols=columns, frameon=False, fontsize=7.5, loc="lower right")
-        else:
-            axes.legend(
-                loc="lower left",
-                bbox_to_anchor=(-0.01, 1.01),
-                borderaxespad=0,
-                ncols=columns,
-                frameon=False,
-                fontsize=8,
-            )
+    if not names:
+        return 0
+    columns = max(1, min(len(names), math.floor(88 / (max(map(len, names)) + 6))))
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(-0.01, 1.01), borderaxespad=0, ncols=columns, frameon=False, fontsize=8
+    )
+    return math.ceil(len(names) / columns)

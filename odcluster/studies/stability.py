@@ -83,7 +83,7 @@ def draw(study: Study, summary: dict[str, Any], found: Found, directory: Path) -
         notes,
         [
             lambda axes: curves(axes, losses, "iteration", f"loss, seed {first}"),
-            lambda axes: curves(axes, changes, "iteration", "labels changed per batch, %", (0, 100)),
+            lambda axes: curves(axes, changes, "iteration", "labels changed per batch, %", limits=(0, 100)),
         ],
     )
 

@@ -51,17 +51,15 @@ def draw(study: Study, summary: dict[str, Any], found: Found, directory: Path) -
     rows = summary["mAP"]
     names = {"svm": "all labels", "lowshot": "few labels"}
     series = {row: {names[task]: float(np.mean(cells[task])) for task in TASKS} for row, cells in rows.items()}
-    shots = {
-        row: ([float(np.log2(int(k))) for k in cells["per shot"][0]], list(cells["per shot"][0].values()))
-        for row, cells in rows.items()
-    }
+    ticks = {float(np.log2(int(k))): k for cells in rows.values() for k in cells["per shot"][0]}
+    shots = {row: (list(ticks), list(cells["per shot"][0].values())) for row, cells in rows.items()}
     notes = [
         f"paper: {study.paper}",
         summary["budget"],
         "best layer of each; means over the seeds, curves of the first",
     ]
     panels = [lambda axes: bars(axes, list(names.values()), series, "mAP, %")]
-    panels.append(lambda axes: curves(axes, shots, "log2 of the positive images per class", "mAP, %"))
+    panels.append(lambda axes: curves(axes, shots, "positive images per class", "mAP, %", ticks=ticks))
     return draw_page(directory, study.name, "VOC07 SVMs", notes, panels)
 
 
