@@ -12,7 +12,7 @@ from PIL import Image
 
 from odcluster.config import Config, changed
 from odcluster.studies.catalogue import STUDIES
-from odcluster.studies.plan import Images, Judgement, Plan, Study, Training
+from odcluster.studies.plan import Images, Judgement, Plan, Scale, Study, Training
 
 NUM_CLASSES = 5
 
@@ -74,8 +74,10 @@ def make_small_voc(root: Path) -> None:
 def shrunk(study: Study) -> Study:
     """The study with the same parts under the same names, each on few images with few steps."""
 
-    def plan(scale: str, seeds: tuple[int, ...]) -> Plan:
-        made = study.plan("small", seeds)
+    def plan(scale: Scale, seeds: tuple[int, ...]) -> Plan:
+        made = study.plan(scale, seeds)
+        if scale == "paper":  # to look at only
+            return made
         return dataclasses.replace(
             made,
             trainings=[dataclasses.replace(t, images=few(t.images), config=tiny(t)) for t in made.trainings],
