@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from odcluster.data.readers import shown
-from odcluster.data.sources import Manifest, Source, open_source
+from odcluster.data.sources import FileSource, Manifest, Source, open_source
 from odcluster.errors import DataError
 
 ENDING = ".subset"
 
 
 class Subset(Source):
-    """Some images of another source."""
+    """Some images of a source that is loaded as a whole."""
 
     def __init__(self, source: Source, ids: NDArray[np.int64]) -> None:
         self.source, self.ids = source, ids
@@ -39,8 +39,8 @@ def chosen(manifest: Manifest, ids: NDArray[np.int64]) -> Manifest:
         manifest,
         paths=[manifest.paths[id] for id in ids.tolist()],
         sizes=manifest.sizes[ids],
-        modified=manifest.modified[ids],
         labels=None if manifest.labels is None else manifest.labels[ids],
+        modified=manifest.modified[ids],
     )
 
 
@@ -55,7 +55,7 @@ def write_subset(path: str | os.PathLike[str], of: str, ids: NDArray[np.int64], 
     os.replace(prepared, path)
 
 
-def open_subset(path: str) -> Subset:
+def open_subset(path: str) -> Source:
     """The images that a .subset file names."""
     try:
         with open(path) as file:
@@ -71,4 +71,6 @@ def open_subset(path: str) -> Subset:
     source = open_source(of, split)
     if source.manifest.fingerprint() != fingerprint or ids[-1] >= len(source):
         raise DataError(f"{shown(of)} has changed since images of it were chosen; restore it, or choose again.")
+    if isinstance(source, FileSource):  # its manifest is all it needs
+        return FileSource(chosen(source.manifest, ids))
     return Subset(source, ids)
