@@ -90,6 +90,8 @@ def take_in(
     """Carry the run over to the images of the source; returns the checkpoint from which it goes on."""
     if text := changes.sentence():
         say(text)
+    if config.method == "labels" and before.class_names != source.manifest.class_names:
+        raise DataError("the classes are not those that this run learns; start a new run, or restore the folders")
     num_new = int((changes.origin < 0).sum())
     planned = carry.plan(config, found.state, len(before), len(source), num_new, epochs)
     carry.commit(run, found, before, source.manifest, changes, config, planned)

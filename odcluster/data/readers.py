@@ -17,11 +17,13 @@ import re
 import stat
 import warnings
 import zipfile
+from array import array
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from odcluster.data.names import shown as shown
 from odcluster.errors import DataError
 
 EXTENSIONS = (
@@ -51,11 +53,6 @@ class Listing(NamedTuple):
     modified: np.ndarray | None = None  # [N] int64, when each was written, in ns
 
 
-def shown(name: str) -> str:
-    """Make a name fit to be printed: control characters and undecodable bytes escaped."""
-    return name if name.isprintable() else ascii(name)
-
-
 def warn_skipped(names: list[str], why: str) -> None:
     """Say once how many were skipped, and name the first."""
     if names:
@@ -75,7 +72,7 @@ def scan_folder(root: str) -> Listing:
     Each folder is visited once, which breaks loops of links; linked ones after all real ones and in sorted
     order, so that which of two names a folder goes by does not depend on the file system.
     """
-    found: dict[str, tuple[int, int]] = {}  # name -> bytes, when written
+    found = Found([], array("q"), array("q"))
     skipped: list[str] = []
     waiting, linked = [""], list[str]()  # folders relative to the root, each with its final slash
     visited: set[tuple[int, int]] = set()
@@ -95,17 +92,23 @@ def scan_folder(root: str) -> Listing:
                 raise DataError(f"{shown(root)} cannot be read ({error.strerror}); check its rights.") from error
             skipped.append(folder)
     warn_skipped(skipped, f"files or folders under {shown(root)} could not be read and were left out")
-    paths = sorted(found, key=os.fsencode)
-    sizes, modified = (
-        np.fromiter((found[path][column] for path in paths), dtype=np.int64, count=len(paths)) for column in (0, 1)
-    )
-    return Listing(paths, sizes, modified=modified)
+    order = np.array(sorted(range(len(found.names)), key=lambda row: os.fsencode(found.names[row])), np.int64)
+    sizes, modified = (np.frombuffer(column, np.int64)[order] for column in (found.sizes, found.modified))
+    return Listing([found.names[row] for row in order], sizes, modified=modified)
+
+
+class Found(NamedTuple):
+    """Images in the order of the file system; plain columns, because there may be millions."""
+
+    names: list[str]
+    sizes: array[int]
+    modified: array[int]
 
 
 def _sort_out(
     entries: Iterable[os.DirEntry[str]],
     folder: str,
-    found: dict[str, tuple[int, int]],
+    found: Found,
     waiting: list[str],
     linked: list[str],
     skipped: list[str],
@@ -121,7 +124,9 @@ def _sort_out(
             elif name.lower().endswith(EXTENSIONS):
                 status = entry.stat()
                 if stat.S_ISREG(status.st_mode):
-                    found[folder + name] = status.st_size, status.st_mtime_ns
+                    found.names.append(folder + name)
+                    found.sizes.append(status.st_size)
+                    found.modified.append(status.st_mtime_ns)
         except OSError:  # a link that leads nowhere, or a file that has gone already
             skipped.append(folder + name)
 
@@ -360,12 +365,28 @@ def npz_members(path: str) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
 
 
 def load_member(path: str, key: str) -> np.ndarray:
-    """Load one array of an npz file into memory."""
+    """Load one array of an npz file into memory; one that has no room there is refused, however well it is packed."""
     try:
+        with zipfile.ZipFile(path) as archive:
+            name = f"{key}.npy" if f"{key}.npy" in archive.namelist() else key
+            needed, room = archive.getinfo(name).file_size, physical_memory()
+        if needed > room:
+            raise DataError(
+                f"The array {shown(key)} of {shown(path)} takes {needed / 1e9:.0f} GB and this machine has "
+                f"{room / 1e9:.0f} GB of memory; save it with numpy.save, as a .npy file is read piece by piece."
+            )
         with np.load(path, allow_pickle=False) as arrays:
             return arrays[key]
     except _ARRAY_ERRORS as error:
         raise _not_arrays(path, error) from error
+
+
+def physical_memory() -> int:
+    """Bytes of memory of this machine; without limit where it does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return 1 << 62
 
 
 def map_npy(path: str) -> np.ndarray:

@@ -21,10 +21,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from odcluster.data.names import guard as guard
+from odcluster.data.names import unguard as unguard
 from odcluster.errors import DataError
 
 COLUMNS = ("path", "cluster", "similarity", "rank")
-FORMULA_STARTS = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # noqa: RUF001  the wide forms count too
 
 
 @dataclass(frozen=True)
@@ -100,16 +101,6 @@ def read_clusters_csv(path: str | os.PathLike[str]) -> ClusterTable:
                 "pass the clusters.csv of a run."
             ) from error
     return ClusterTable(names, np.array(labels, np.int64), np.array(similarities), np.array(ranks, np.int64))
-
-
-def guard(name: str) -> str:
-    """The name as a spreadsheet may show it: never a formula. `unguard` gives the name back."""
-    dangerous = name.lstrip().startswith(FORMULA_STARTS) or name.startswith(("\t", "\r", "\n", "'"))
-    return "'" + name if dangerous else name
-
-
-def unguard(cell: str) -> str:
-    return cell.removeprefix("'")
 
 
 @contextmanager

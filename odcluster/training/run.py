@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from odcluster.config import Config, from_json, to_json
+from odcluster.data.names import guard
 from odcluster.data.sources import Manifest
 from odcluster.errors import DataError, UserError
 from odcluster.training import checkpoint
@@ -64,7 +65,7 @@ class Run:
         text = io.StringIO()
         writer = csv.writer(text)
         writer.writerow(["id", "path", "reason"])
-        writer.writerows(sorted(refused))
+        writer.writerows((id, guard(path), why) for id, path, why in sorted(refused))
         write_atomically(self.refused_file, text.getvalue())
 
 
