@@ -148,11 +148,9 @@ def resume(
         if found:
             check_unchanged(run, config, found, console)
         images = data if data is not None else config.data
-        source, changes = renew.open_images(run, images, before, remap=remap, add=add)
+        source, changes = renew.open_images(run, images, before, remap=remap, add=add, warn=console.warn)
         chosen_device = choose_device(device or config.device)
-        if changes.touched and not remap:
-            console.warn(f"{changes.sentence()} Where that gave another image, --remap looks at it anew")
-        elif found and (changes or changes.touched or epochs):
+        if found and (changes or changes.touched or epochs):
             found = renew.take_in(run, found, source, before, changes, stored, epochs, console.say)
             config = changed(run.config(), **{name: value for name, value in given.items() if value is not None})
         elif not found and changes:

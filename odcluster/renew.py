@@ -5,6 +5,7 @@ Nothing here touches an image. What is carried over, and how no kill can lose it
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ def settle(run: Run) -> None:
 
 
 def open_images(
-    run: Run, data: str | np.ndarray, before: Manifest, *, remap: bool, add: str | os.PathLike[str] | None
+    run: Run, data: str | np.ndarray, before: Manifest, *, remap: bool, add: str | os.PathLike[str] | None, warn: Say
 ) -> tuple[Source, Changes]:
     """The images as they are now, with those to be added, and how they differ from those of the checkpoint.
 
@@ -55,10 +56,20 @@ def open_images(
             f"--remap tells images apart by their files, and those of {run.path} are {source.manifest.kind}; start a "
             "new run, with --weights to begin from what this one has learned"
         )
+    if changes.touched and not remap:
+        warn(f"{changes.sentence()} Where that gave another image, --remap looks at it anew")
+        source.manifest = with_times_of(before, source.manifest)
     if add is not None:
         source = added_images(run, source, add)
-        changes = compare(before, source.manifest)
-    return source, changes
+    return source, compare(before, source.manifest)
+
+
+def with_times_of(before: Manifest, now: Manifest) -> Manifest:
+    """The manifest with the times that images of the same name and size had: they are taken for the same."""
+    places = {path: id for id, path in enumerate(before.paths)}
+    ids = np.array([places.get(path, -1) for path in now.paths], np.int64)
+    same = (ids >= 0) & (before.sizes[ids] == now.sizes)
+    return dataclasses.replace(now, modified=np.where(same, before.modified[ids], now.modified))
 
 
 def added_images(run: Run, source: Source, place: str | os.PathLike[str]) -> Source:

@@ -285,9 +285,12 @@ def test_a_file_of_the_same_size_that_was_written_to_is_named(originals, place, 
     run = copied(originals, "odc", place)
     path = place / "photos" / "image0042.png"
     path.write_bytes(path.read_bytes())
-    odcluster.resume(run)
+    odcluster.resume(run, add=place / "more")
     assert "1 written to since, with the same size (image0042.png)" in " ".join(capsys.readouterr().err.split())
+    assert [line["images_new"] for line in metrics_without_timings(run) if line.get("event") == "images"] == [40]
+    path.write_bytes(path.read_bytes())
     odcluster.resume(run, remap=True, quiet=True)
+    assert 1 in [line.get("images_new") for line in metrics_without_timings(run)]
     assert "images" in [line.get("event") for line in metrics_without_timings(run)]
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from odcluster.clustering.kmeans import cluster_sums
 from odcluster.clustering.memory import UNSEEN
-from odcluster.config import Config, fingerprint, from_json, to_json
+from odcluster.config import Config, decisive, fingerprint, from_json, to_json
 from odcluster.data.changes import Changes
 from odcluster.data.order import num_steps
 from odcluster.data.sources import Manifest
@@ -164,6 +164,7 @@ def commit(
         "refused": {int(new_ids[id]): reason for id, reason in refused.items() if new_ids[id] >= 0},
         "manifest": now.fingerprint(),
         "config": fingerprint(planned.config),
+        "options": decisive(planned.config),
         "anchor": (planned.step, planned.epoch),
         "begun": planned.begun,
         "finished": False,
