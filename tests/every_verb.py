@@ -1,6 +1,6 @@
 """Run in a process of its own: every verb that works on images, with a watch on what Python is asked to do.
 
-    every_verb.py RECORD IMAGES MORE WEIGHTS
+    every_verb.py some|all RECORD IMAGES MORE WEIGHTS
 
 Sockets of any kind but AF_UNIX, and any question to a name server, are noted in RECORD and refused. AF_UNIX is how the
 loader's processes hand pictures to each other (multiprocessing); it cannot leave the machine. Loader processes are
@@ -36,48 +36,63 @@ def watch(record: str) -> None:
     sys.addaudithook(hook)
 
 
-def main(images: str, more: str, weights: str) -> None:
+OPTIONS = {
+    "image_size": 32,
+    "crop_size": 32,
+    "clusters": 4,
+    "small_cluster": 2,
+    "batch_size": 16,
+    "epochs": 2,
+    "dim": 8,
+    "calibration_batches": 1,
+    "max_refused": 0.1,
+    "quiet": True,
+}
+
+
+def some(images: str, more: str, backbone: str = "smallconv") -> None:
+    """A run from its start to what people take away."""
+    import odcluster
+
+    run = odcluster.train(images, out="run", backbone=backbone, workers=2, hidden=16, **OPTIONS)
+    odcluster.resume(run, add=more, epochs=1, quiet=True)
+    odcluster.evaluate(run, task="knn", workers=0, data=images)
+    odcluster.assign(run, more, out="assigned.csv", workers=0, quiet=True)
+    odcluster.embed(run, more, out="embedded.npy", workers=0, quiet=True)
+    odcluster.report(run, quiet=True)
+    for to in ("csv", "folders"):
+        odcluster.export(run, to=to, quiet=True)
+
+
+def others(images: str, more: str, weights: str) -> None:
+    """All that `some` leaves out."""
     import odcluster
     from odcluster.cli import main as command
 
-    options = {"image_size": 32, "crop_size": 32, "clusters": 4, "small_cluster": 2, "batch_size": 16, "epochs": 2}
-    options |= {"dim": 8, "hidden": 16, "calibration_batches": 1, "max_refused": 0.1}
-    run = odcluster.train(images, out="run", backbone="test_resnet", workers=2, quiet=True, **options)
-    small = {
-        "workers": 0,
-        "clusters": 4,
-        "small_cluster": 2,
-        "batch_size": 16,
-        "epochs": 1,
-        "dim": 8,
-        "cached_views": 1,
-    }
-    small |= {"max_refused": 0.1}
-    odcluster.train(images, out="frozen", weights=weights, quiet=True, fine_clusters=6, **small)
+    frozen = {"fine_clusters": 6, "cached_views": 1, "workers": 0, "weights": weights}
+    few = {name: value for name, value in OPTIONS.items() if name not in ("image_size", "crop_size")}
+    odcluster.train(images, out="frozen", **few, **frozen)
     for method in ("deepcluster", "rotation"):
-        few = {name: value for name, value in options.items() if name != "hidden"}
-        odcluster.train(images, out=method, backbone="smallconv", method=method, workers=0, quiet=True, **few)
-    odcluster.resume(run, quiet=True)
-    odcluster.resume(run, add=more, epochs=1, quiet=True)
-    for task in ("knn", "linear", "clusters", "semi"):
-        few = {"epochs": 1} if task == "semi" else {}
-        data = {} if task == "clusters" else {"data": images}
-        odcluster.evaluate(run, task=task, workers=0, **few, **data)
-    for ending in ("csv", "parquet"):
-        odcluster.assign(run, more, out=f"assigned.{ending}", workers=0, quiet=True)
-    odcluster.embed(run, more, out="embedded.npy", workers=0, quiet=True)
-    odcluster.embed("smallconv", more, untrained=True, out="embedded.parquet", workers=0, quiet=True)
-    odcluster.report(run, quiet=True)
+        odcluster.train(images, out=method, backbone="smallconv", method=method, workers=0, **OPTIONS)
+    odcluster.resume("rotation", quiet=True)
     odcluster.report("rotation", quiet=True)
-    for to in ("csv", "parquet", "folders", "timm", "onnx", "projector", "coco", "fiftyone"):
-        odcluster.export(run, to=to, quiet=True)
+    for task in ("linear", "clusters", "semi"):
+        given = {"linear": {"data": images}, "clusters": {}, "semi": {"data": images, "epochs": 1}}[task]
+        odcluster.evaluate("run", task=task, workers=0, **given)
+    odcluster.assign("run", more, out="assigned.parquet", workers=0, quiet=True)
+    odcluster.embed("smallconv", more, untrained=True, out="embedded.parquet", workers=0, quiet=True)
+    for to in ("parquet", "timm", "onnx", "projector", "coco", "fiftyone"):
+        odcluster.export("run", to=to, quiet=True)
     for mode in ("hardlink", "symlink"):
-        odcluster.export(run, to="folders", mode=mode, out=f"folders-{mode}", quiet=True)
+        odcluster.export("run", to="folders", mode=mode, out=f"folders-{mode}", quiet=True)
     with contextlib.suppress(SystemExit):
         command(["info"])
-    print("done")
 
 
 if __name__ == "__main__":
-    watch(sys.argv[1])
-    main(*sys.argv[2:])
+    which, record, images, more, weights = sys.argv[1:]
+    watch(record)
+    some(images, more, "test_resnet" if which == "all" else "smallconv")
+    if which == "all":
+        others(images, more, weights)
+    print("done")

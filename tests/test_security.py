@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import ast
-import csv
 import io
 import json
 import os
 import shutil
-import socket
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from every_verb import RESOLVING
 from tiny_runs import TINY, make_images
 
 import odcluster
@@ -97,139 +92,6 @@ def test_no_source_file_can_run_what_it_reads_or_call_out():
     }
     # The names of the package's own functions, from a table in the same file, so that `import odcluster` is quick.
     assert found == {"__init__.py": ["importlib.import_module"]}
-
-
-# --- Every verb, watched ----------------------------------------------------------------------------
-
-
-def state_of(folder: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Everything about a folder but when it was last read."""
-    return {
-        os.fspath(path): (path.lstat().st_mtime_ns, path.lstat().st_mode, path.read_bytes() if path.is_file() else b"")
-        for path in [folder, *folder.rglob("*")]
-    }
-
-
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory):
-    """All verbs have run in a child whose home, temporary folder and secrets are known; returns its world."""
-    world = tmp_path_factory.mktemp("world")
-    home = world / HOME
-    for number, name in enumerate(("stripes", "others")):
-        make_images(home / "photos" / name, 40, seed=number)
-    make_images(home / "more", 12, seed=7)
-    (home / "photos" / "stripes" / "image0000.png").rename(home / "photos" / "stripes" / NASTY)
-    (home / "photos" / "others" / "broken.jpg").write_bytes(b"<html>not a picture</html>")
-    weights = odcluster.train(home / "more", out=world / "weights", quiet=True, **{**TINY, "clusters": 1, "epochs": 1})
-    before = {name: state_of(home / name) for name in ("photos", "more")}
-    for name in ("work", "temporary"):
-        (world / name).mkdir()
-    environment = {
-        **os.environ,
-        "HOME": str(home),
-        "TMPDIR": str(world / "temporary"),
-        "XDG_CACHE_HOME": str(home / ".cache"),
-        "XDG_CONFIG_HOME": str(home / ".config"),
-        "MPLCONFIGDIR": str(world / "temporary" / "matplotlib"),
-        "WANDB_API_KEY": SECRET,
-        "HF_TOKEN": SECRET,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    script = Path(__file__).with_name("every_verb.py")
-    arguments = [str(world / "record"), str(home / "photos"), str(home / "more"), str(weights)]
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        cwd=world / "work",
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("done\n")
-    assert "\x1b[31m" not in done.stdout + done.stderr
-    return world, before
-
-
-def test_no_verb_opens_a_connection(watched):
-    assert (watched[0] / "record").read_text() == ""
-
-
-@pytest.mark.parametrize("attempt", ["socket.socket()", "socket.create_connection(('localhost', 9))"])
-def test_the_watch_sees_connections(attempt, tmp_path):
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import every_verb, socket\n"
-    code += f"every_verb.watch({str(tmp_path / 'record')!r})\nsocket.socketpair()\n{attempt}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "PermissionError" in done.stderr
-    event = json.loads((tmp_path / "record").read_text())[0]
-    assert event == "socket.__new__" or event in RESOLVING
-
-
-def test_every_verb_leaves_the_images_as_they_were(watched):
-    world, before = watched
-    assert {name: state_of(world / HOME / name) for name in before} == before
-
-
-def test_every_verb_writes_only_where_it_was_told(watched):
-    world = watched[0]
-    outputs = {"run", "frozen", "deepcluster", "rotation", "assigned.csv", "assigned.parquet", "embedded.npy"}
-    outputs |= {"embedded.images.csv", "embedded.parquet", "folders-hardlink", "folders-symlink"}
-    assert set(os.listdir(world / "work")) == outputs
-    assert set(os.listdir(world / HOME)) <= {"photos", "more"}
-    left = [path for path in (world / "temporary").rglob("*") if path.is_file() and "matplotlib" not in str(path)]
-    assert left == []
-    hidden = [path for path in (world / "work").rglob(".*") if path.is_file()]
-    assert hidden == []
-
-
-def passed_on(world: Path) -> list[Path]:
-    """The files that people give to others. fiftyone's data.json must say where the images are, links must too."""
-    run = world / "work" / "run"
-    folders = [run / name for name in ("backbone", "evaluation", "export")]
-    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    files += [path for path in run.iterdir() if path.suffix in (".html", ".png") or path.name in TABLES]
-    files += [path for path in (world / "work").iterdir() if path.is_file()]
-    return [path for path in files if path.name != "data.json"]
-
-
-TABLES = {"clusters.csv", "duplicates.csv", "outliers.csv", "bad_images.csv"}
-
-
-def test_what_is_passed_on_tells_nothing_of_the_machine(watched):
-    """No part of the environment, no folder of the user, no name of the machine."""
-    files = passed_on(watched[0])
-    assert {"report.html", "model.safetensors", "README.md", "backbone.onnx", "clusters.csv"} <= {
-        path.name for path in files
-    }
-    words = [HOME, SECRET, "site-packages", os.fspath(PACKAGE), os.fspath(Path(sys.prefix))]
-    if len(socket.gethostname()) > 6:
-        words.append(socket.gethostname())
-    found = [(path.name, word) for path in files for word in words if word.encode() in path.read_bytes()]
-    assert found == []
-
-
-def test_checkpoints_hold_no_secret_and_no_path(watched):
-    for path in (watched[0] / "work").glob("*/checkpoints/*/*"):
-        content = path.read_bytes()
-        assert SECRET.encode() not in content
-        assert HOME.encode() not in content
-    for path in (watched[0] / "work").glob("*/*"):
-        if path.is_file():
-            assert SECRET.encode() not in path.read_bytes(), path
-
-
-def test_names_cannot_do_harm_wherever_they_are_written(watched):
-    run = watched[0] / "work" / "run"
-    assert "<script>alert" not in (run / "report.html").read_text()
-    assert "\x1b" not in (run / "report.html").read_text()
-    for path in [*(run / name for name in TABLES), run / "export" / "clusters.csv"]:
-        with open(path, newline="", errors="surrogateescape") as file:
-            for row in csv.reader(file):
-                assert not any(cell.lstrip().startswith(("=", "@")) for cell in row), path
-    exported = run / "export" / "folders"
-    assert all(path.resolve().is_relative_to(exported.resolve()) for path in exported.rglob("*"))
-    assert "\x1b" not in (run / "train.log").read_text()
 
 
 # --- What others may hand over ----------------------------------------------------------------------

@@ -210,7 +210,7 @@ def _new_file(file: Path, shape: tuple[int, ...]) -> NDArray[np.float16]:
 def _undamaged(file: Path, state: dict[str, Any], shape: tuple[int, ...]) -> bool:
     """Whether the file has its length and, once it is complete, its hash."""
     try:
-        whole = np.load(file, mmap_mode="r").shape == shape  # fails on a file that is too short
+        whole = np.load(file, mmap_mode="r", allow_pickle=False).shape == shape  # fails on a file that is too short
         return whole and ("sha256" not in state or file_hash(file) == state["sha256"])
     except (OSError, ValueError):
         return False
