@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -163,9 +164,9 @@ def export_backbone(backbone: Backbone, directory: str | Path, *, provenance: di
         directory.mkdir(exist_ok=True)
         for name in ("model.safetensors", "README.md", "config.json"):
             os.replace(partial / name, directory / name)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(
-            f"The backbone cannot be written to {printable(directory)} ({error.strerror}); "
+            f"The backbone cannot be written to {printable(directory)} ({getattr(error, 'strerror', None) or error}); "
             "make space there or choose another place."
         ) from error
     finally:

@@ -39,9 +39,10 @@ class Console:
 
     def log_to(self, path: Path) -> None:
         self._log_path = path
-        for line in self._early:
-            self._append(line)
-        self._early = []
+        early, self._early = self._early, []
+        for line in early:
+            if self._log_path is not None:  # it may turn out not to be writable
+                self._append(line)
 
     def say(self, text: str, style: str = "") -> None:
         """A line for people, also in train.log."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ class MetricsFile:
         try:
             self._file.write((json.dumps(line) + "\n").encode())
         except OSError:
-            os.ftruncate(self._file.fileno(), before)
+            with suppress(OSError):  # the first failure is the one to tell
+                os.ftruncate(self._file.fileno(), before)
             raise
 
     def size(self) -> int:

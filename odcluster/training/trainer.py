@@ -248,10 +248,10 @@ class Trainer:
             outcome = self.module(batch)
         self.optimizer.zero_grad(set_to_none=True)
         outcome.loss.backward()
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        finite = outcome.loss.detach() + nn.utils.get_total_norm(
-            gradients
-        )  # if all terms are; one question to the device
+        moved = [p.grad for p in self.module.parameters() if p.grad is not None]
+        moved += [buffer for buffer in running if buffer.is_floating_point()]
+        # Finite only if all terms are: one question to the device. The rate, because a gradient times it may overflow.
+        finite = outcome.loss.detach() + nn.utils.get_total_norm(moved) * max(1.0, self.schedule.lr(self.step))
         if not torch.isfinite(finite if outcome.features is None else finite + outcome.features.sum()):
             for buffer, old in zip(running, before, strict=True):
                 buffer.copy_(old)

@@ -40,8 +40,8 @@ def references(images, options, tmp_path_factory):
 
     def reference(method: str) -> Path:
         if method not in runs:
-            run = folder / method.replace(" ", "-")
-            finish(lambda: odcluster.train(images, out=run, quiet=True, **options(method)), folder / "said.txt")
+            run, settings = folder / method.replace(" ", "-"), options(method)
+            finish(lambda: odcluster.train(images, out=run, quiet=True, **settings), folder / "said.txt")
             runs[method] = run
         return runs[method]
 

@@ -23,6 +23,7 @@ from figures import record
 from harness import SHORT, Child, at_step, compare, finish, save_seldom
 
 import odcluster
+from odcluster.cli import main
 from odcluster.judge import evaluate
 from odcluster.training import checkpoint
 
@@ -44,7 +45,7 @@ def mounted(folder: Path, *arguments: str) -> Iterator[Path]:
 
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
-    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=12m", "tmpfs") as folder:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=40m", "tmpfs") as folder:
         yield folder
 
 
@@ -130,7 +131,7 @@ def test_results_do_not_fit(small_disk, images, options, references, tmp_path):
         (run / name).unlink()
     shutil.rmtree(run / "backbone")
     fill(small_disk)
-    done = child(partial(odcluster.cli.main, ["resume", str(run)]), tmp_path / "said.txt")
+    done = child(partial(main, ["resume", str(run)]), tmp_path / "said.txt")
     assert done.code not in (0, 1), done.said()
     assert "Traceback" not in done.said()
     (small_disk / BALLAST).unlink()
@@ -280,7 +281,7 @@ def test_odd_names(name, images, tmp_path):
 
 def test_names_that_are_too_long_are_refused_in_a_sentence(images, tmp_path):
     for run in (tmp_path / ("a" * 300), Path(os.path.join(tmp_path, *["b" * 200] * 25))):
-        done = child(partial(odcluster.cli.main, ["train", str(images), "--out", str(run)]), tmp_path / "said.txt")
+        done = child(partial(main, ["train", str(images), "--out", str(run)]), tmp_path / "said.txt")
         assert done.code in (2, 3), done.said()
         assert "File name too long" in done.said()
 

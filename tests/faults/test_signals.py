@@ -155,7 +155,7 @@ def test_a_second_interrupt_is_immediate(workers, images, options, references, t
     assert not wrong
 
 
-@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.faults) for n in STOPS[1:])])
 def test_evaluation_and_report_stop_too(number, images, references, tmp_path):
     output, run = tmp_path / "said.txt", tmp_path / "run"
     shutil.copytree(references("odc"), run)
