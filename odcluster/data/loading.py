@@ -8,6 +8,7 @@ ids).
 from __future__ import annotations
 
 import ctypes
+import math
 import signal
 import sys
 import threading
@@ -219,7 +220,7 @@ class Loader:
     ) -> None:
         self._normalisation = normalisation
         self._paths, self._poll, self._warn = source.manifest.paths, poll, warn
-        self._waited = 0.0
+        self._waited, self._watchdog = 0.0, _Watchdog()
         self._requests = _Requests()
         keep_freed_memory()
         cv2.setNumThreads(0)  # the views of a batch are made by one process each
@@ -254,6 +255,7 @@ class Loader:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, where: object) -> None:
         """End the workers now: left to the garbage collector, a later run's workers would inherit them."""
+        self._watchdog.over.set()
         if kind is KeyboardInterrupt:  # at once
             self._kill_workers()
         elif (iterator := self._running()) is not None:
@@ -305,23 +307,18 @@ class Loader:
         return iterator
 
     def _next(self, iterator: Iterator[RawBatch]) -> RawBatch:
-        if (running := self._running()) is None:
-            return next(iterator)
-        # Taking a batch over from a frozen process has no time limit of its own, but ends when that process does.
-        watchdog = threading.Timer(TIMEOUT_SECONDS, lambda: [worker.kill() for worker in running._workers])
-        watchdog.daemon = True
-        watchdog.start()
         asked = time.monotonic()
+        self._watchdog.expect(self._running(), asked + TIMEOUT_SECONDS)
         try:
             while True:
                 try:
                     return next(iterator)
                 except RuntimeError as error:
-                    if "timed out" not in str(error):
+                    if self._running() is None or "timed out" not in str(error):
                         raise
                     self._poll()
         finally:
-            watchdog.cancel()
+            self._watchdog.expect(None, math.inf)
             self._waited = time.monotonic() - asked
 
     def _running(self) -> Any:
@@ -353,6 +350,30 @@ class Loader:
             return "were killed (if memory is short, use fewer --workers)"
         ended = sorted(code for code in codes if code)
         return f"ended with code {ended[0]}" if ended else "stopped working"
+
+
+class _Watchdog(threading.Thread):
+    """Kills workers that keep us waiting for too long in a place where we cannot look at the clock ourselves: taking a
+    batch over from a frozen process has no time limit of its own, but ends when that process does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="watchdog", daemon=True)
+        self.over = threading.Event()
+        self._iterator: Any = None
+        self._deadline = math.inf
+
+    def expect(self, iterator: Any, deadline: float) -> None:
+        """A batch of this iterator's workers until then (None: nothing)."""
+        self._iterator, self._deadline = iterator, deadline
+        if iterator is not None and self.ident is None:
+            self.start()
+
+    def run(self) -> None:
+        while not self.over.wait(POLL_SECONDS):
+            if time.monotonic() > self._deadline and (iterator := self._iterator) is not None:
+                for worker in iterator._workers:
+                    worker.kill()
 
 
 class _Requests:

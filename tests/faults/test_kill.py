@@ -92,7 +92,7 @@ def sweep(images, options, references, tmp_path):
 # A part for every day ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["odc", "odc on a frozen backbone"])
+@pytest.mark.parametrize("method", ["odc", pytest.param("odc on a frozen backbone", marks=pytest.mark.faults)])
 def test_killed_here_and_there(method, sweep):
     """First batch, middle and end of an epoch, last batch; in a save; twice; while resuming; before any step."""
     kills = sweep("some of all", method)

@@ -113,7 +113,7 @@ def test_a_bad_step_changes_nothing_whatever_the_method(method, where, bad, imag
     check_unchanged(method, where, BAD[bad], images, options(method), tmp_path)
 
 
-@pytest.mark.parametrize("method", ["odc", "odc on a frozen backbone", "jigsaw"])
+@pytest.mark.parametrize("method", ["odc", *(pytest.param(m, marks=pytest.mark.faults) for m in METHODS if m != "odc")])
 def test_the_third_in_a_row_stops_and_its_batch_can_be_made_again(method, images, options, tmp_path):
     """Code 4; the record gives back the very pixels; also when killed between the second and the third."""
     run, seen, output = tmp_path / "run", tmp_path / "seen.pt", tmp_path / "said.txt"
@@ -201,6 +201,7 @@ def test_nothing_uninitialised_is_ever_read(method, images, options, references,
 # Odd sizes ------------------------------------------------------------
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     "changes",
     [
@@ -225,7 +226,9 @@ def test_odd_sizes_are_killed_and_resumed_like_others(changes, images, tmp_path)
 
     assert Child(struck, tmp_path / "said.txt").wait() == -9
     finish(partial(odcluster.resume, run, quiet=True), tmp_path / "said.txt")
-    assert not compare(run, reference)
+    wrong = compare(run, reference)
+    record("kill in runs of odd sizes", not wrong)
+    assert not wrong
 
 
 def test_what_cannot_be_clustered_is_refused_in_a_sentence(tmp_path):

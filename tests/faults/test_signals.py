@@ -68,13 +68,13 @@ def training(images, options, references, tmp_path):
     return go
 
 
-@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.faults) for n in STOPS[1:])])
 def test_a_signal_in_a_step_lets_it_end_and_saves(number, training):
     """The handler only sets a flag: the step in which the signal comes is done, saved, and not done again."""
     assert training("odc", partial(at_step, 4, send(number)), "signal in a step")[0] == "step-00000005"
 
 
-@pytest.mark.parametrize("poll", [1, 4, 9])
+@pytest.mark.parametrize("poll", [4, *(pytest.param(n, marks=pytest.mark.faults) for n in (1, 9))])
 def test_a_signal_before_the_first_step(poll, training):
     """Reading images, calibration, extraction, k-means: what was before them is saved, or nothing is needed."""
     names = training("odc", partial(at_poll, poll, send(signal.SIGTERM)), "signal in extraction or k-means")
@@ -126,7 +126,7 @@ def test_at_random_times_and_how_soon(images, options, references, tmp_path):
     assert slowest < SOON
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.faults), 2])
 def test_a_second_interrupt_is_immediate(workers, images, options, references, tmp_path):
     """Even in a step that takes for ever; what was saved before is intact."""
     run, output, reached = tmp_path / "run", tmp_path / "said.txt", tmp_path / "reached"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from figures import record
 from tiny_runs import TINY, make_images, metrics_without_timings, state_hash
 
 import odcluster
@@ -30,8 +31,15 @@ def stop_workers(number: signal.Signals) -> None:
         os.kill(child.pid, number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV, signal.SIGBUS])
-@pytest.mark.parametrize("at", [0, 14])
+@pytest.mark.parametrize(
+    ("number", "at"),
+    [
+        (signal.SIGKILL, 14),
+        (signal.SIGSTOP, 14),
+        *(pytest.param(number, 0, marks=pytest.mark.faults) for number in (signal.SIGKILL, signal.SIGSTOP)),
+        *(pytest.param(number, 14, marks=pytest.mark.faults) for number in (signal.SIGSEGV, signal.SIGBUS)),
+    ],
+)
 def test_lost_workers_are_replaced_and_nothing_changes(
     number, at, reference, image_folder, tmp_path, monkeypatch, capsys
 ):
@@ -59,6 +67,7 @@ def test_lost_workers_are_replaced_and_nothing_changes(
         signal.SIGBUS: "ran out of shared memory",
     }[number]
     assert f"the processes that read images {why}" in said
+    record("loader processes lost or hung", True)
     assert "others take their place" in said
     assert not multiprocessing.active_children()
 
@@ -75,6 +84,7 @@ def deadly(path: str, number: signal.Signals):
     return stored
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_an_image_that_always_ends_its_reader_is_pinned_down(number, image_folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loading, "TIMEOUT_SECONDS", 2.0)
