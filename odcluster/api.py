@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from odcluster import renew
-from odcluster.config import Config, changed, decisive, differences, features_fingerprint, fingerprint
+from odcluster.config import Config, changed, features_fingerprint
 from odcluster.data.loading import Batches, Cache, Loader, RawBatch
 from odcluster.data.order import num_steps
 from odcluster.data.randomness import Purpose, permutation
@@ -146,10 +146,14 @@ def resume(
         if data is None and not config.data:
             raise UserError(f"{run.path} was trained on an array in memory: resume it from Python with data=...")
         if found:
-            check_unchanged(run, config, found, console)
+            renew.check_unchanged(run, config, found, console.warn)
         images = data if data is not None else config.data
         source, changes = renew.open_images(run, images, before, remap=remap, add=add, warn=console.warn)
         chosen_device = choose_device(device or config.device)
+        if epochs and not found:
+            raise UserError(
+                f"{run.path} has not been trained yet: `odcluster resume {run.path}` without --epochs begins"
+            )
         if found and (changes or changes.touched or epochs):
             found = renew.take_in(run, found, source, before, changes, stored, epochs, console.say)
             config = changed(run.config(), **{name: value for name, value in given.items() if value is not None})
@@ -159,19 +163,6 @@ def resume(
         console.say(where or f"starting {run.path} from the beginning")
         method = build_method(config, len(source), chosen_device, console, found)
         return execute(run, config, source, method, chosen_device, found, console)
-
-
-def check_unchanged(run: Run, config: Config, found: checkpoint.Checkpoint, console: Console) -> None:
-    """Refuse a changed configuration; say when another torch may give other bits."""
-    if found.state["config"] != fingerprint(config):
-        before = found.state.get("options")  # the first version did not keep them
-        told = f" ({'; '.join(differences(before, decisive(config)))})" if before else ""
-        raise DataError(
-            f"{run.config_file} was changed since {found.path.name} was written{told}; restore it, or start a new run"
-        )
-    version = found.state["versions"]["torch"]
-    if version != torch.__version__:
-        console.warn(f"the run was started with torch {version} and goes on with {torch.__version__}: bits may differ")
 
 
 def execute(

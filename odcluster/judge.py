@@ -19,6 +19,7 @@ from rich.console import Console as Terminal
 from rich.table import Table
 
 from odcluster.config import Evaluation, Task
+from odcluster.data.added import open_with_added
 from odcluster.data.readers import shown
 from odcluster.data.sources import open_source
 from odcluster.errors import DataError, Interrupted, UserError
@@ -169,7 +170,7 @@ def judge_clusters(
     if not run.clusters_file.is_file():
         raise DataError(f"{run.path} has no clusters.csv: a method without clusters, or a run that is not finished")
     table = read_clusters_csv(run.clusters_file)
-    source = open_source(options.data or run.config().data)
+    source = open_source(options.data) if options.data else open_with_added(run.config().data, run.manifest().added)
     manifest = source.manifest
     if manifest.labels is None:
         raise DataError(

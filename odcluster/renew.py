@@ -1,4 +1,4 @@
-"""Resuming a run whose images are not those of before: noticed, explained, and, if wanted, taken in.
+"""Resuming a run whose images or options are not those of before: noticed, explained, and, if wanted, taken in.
 
 Nothing here touches an image. What is carried over, and how no kill can lose it, is said in `training/carry.py`.
 """
@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from odcluster.config import Config
+from odcluster.config import Config, decisive, differences, fingerprint
 from odcluster.data.added import open_with_added, with_added
 from odcluster.data.changes import Changes, compare
 from odcluster.data.readers import shown
@@ -34,6 +35,19 @@ def settle(run: Run) -> None:
             (run.path / "explore" / f"thumbnails.sqlite{ending}").unlink(missing_ok=True)
 
     carry.settle(run, edits)
+
+
+def check_unchanged(run: Run, config: Config, found: checkpoint.Checkpoint, warn: Say) -> None:
+    """Refuse a changed configuration; say when another torch may give other bits."""
+    if found.state["config"] != fingerprint(config):
+        before = found.state.get("options")  # the first version did not keep them
+        told = f" ({'; '.join(differences(before, decisive(config)))})" if before else ""
+        raise DataError(
+            f"{run.config_file} was changed since {found.path.name} was written{told}; restore it, or start a new run"
+        )
+    version = found.state["versions"]["torch"]
+    if version != torch.__version__:
+        warn(f"the run was started with torch {version} and goes on with {torch.__version__}: bits may differ")
 
 
 def open_images(

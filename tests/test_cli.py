@@ -47,6 +47,20 @@ def test_train_then_resume_says_it_is_done(capsys, image_folder, tmp_path):
     assert "resuming" in errors
 
 
+def test_more_images_and_more_epochs_on_resume(capsys, image_folder, tmp_path):
+    folder, more = str(tmp_path / "run"), str(make_images(tmp_path / "more", 20, seed=5))
+    assert run(capsys, "train", str(image_folder), "--out", folder, *OPTIONS)[0] == 0
+    assert run(capsys, "resume", folder, "--remap")[0] == 0  # nothing has changed
+    code, _, errors = run(capsys, "resume", folder, "--add", more)
+    assert code == 0, errors
+    assert "97 images: 20 added (" in errors
+    assert "1 more  (" in errors
+    assert "already" in refused(capsys, 2, "resume", folder, "--add", more, "--epochs", "2")
+    code, _, errors = run(capsys, "resume", folder, "--epochs", "2")
+    assert code == 0, errors
+    assert "2 more  (as asked for" in errors
+
+
 def test_options_that_are_not_given_are_chosen_printed_and_stored(capsys, image_folder, tmp_path):
     run(capsys, "train", str(image_folder), "--out", str(tmp_path / "run"), "--epochs", "2", "--workers", "0")
     config = json.loads((tmp_path / "run" / "config.json").read_text())

@@ -16,7 +16,7 @@ import pytest
 from tiny_runs import TINY, make_images
 
 import odcluster
-from odcluster.data import readers
+from odcluster.data import arrays
 from odcluster.data.sources import open_source
 from odcluster.errors import DataError, UserError
 from odcluster.models.weights import load_backbone
@@ -163,7 +163,7 @@ def test_members_of_an_npz_are_names_not_paths(tmp_path):
 def test_a_packed_array_that_has_no_room_is_refused_before_it_is_unpacked(tmp_path, monkeypatch):
     np.savez_compressed(tmp_path / "bomb.npz", images=np.zeros((500, 100, 100), np.uint8))
     assert (tmp_path / "bomb.npz").stat().st_size < 50_000
-    monkeypatch.setattr(readers, "physical_memory", lambda: 1_000_000)
+    monkeypatch.setattr(arrays, "physical_memory", lambda: 1_000_000)
     with pytest.raises(DataError, match="memory"):
         open_source(tmp_path / "bomb.npz")
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from odcluster.data.readers import shown
+from odcluster.data.names import shown
 
 if TYPE_CHECKING:
-    from odcluster.data.sources import Manifest
+    from odcluster.data.manifest import Manifest
 
 Ids = NDArray[np.int64]
 

@@ -8,118 +8,25 @@ left to `images.py`, reading each storage to `readers.py`.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import difflib
 import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from odcluster.data import images, readers
-from odcluster.data.changes import compare
+from odcluster.data import arrays, images, readers
+from odcluster.data.manifest import Manifest as Manifest
 from odcluster.data.readers import Listing, shown
 from odcluster.errors import DataError, UserError
 
 SPLITS = ("train", "val", "trainval", "test")
 FILES = ("folder", "class tree", "list", "voc")
 """Kinds of data whose images are files of their own: the manifest is all that is needed to open one."""
-
-
-@dataclass(frozen=True, eq=False)
-class Manifest:
-    """Which images there are. An image's position is its id."""
-
-    kind: str
-    """folder, class tree, list, arrays, packed, cifar10 or voc."""
-    root: str
-    """Absolute path of the folder or file; "" for an array in memory."""
-    paths: list[str]
-    """Names relative to the root, with forward slashes, sorted by their bytes."""
-    sizes: np.ndarray
-    """[N] int64, bytes of each."""
-    labels: np.ndarray | None = None
-    """[N] int64, -1 unknown; for evaluation only."""
-    class_names: list[str] | None = None
-    """Names of the labels, if they have names."""
-    content: str = ""
-    """For images that are not files of their own: dtype, shape and a sampled hash of the data."""
-    modified: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """[N] int64, when each file was written, in ns; 0 unknown. Never decides what an image is: see `changes.py`."""
-    added: tuple[str, ...] = ()
-    """Absolute paths of further folders or lists whose images were added; their names lead there from the root."""
-
-    _ROWS: ClassVar = ("#odcluster manifest", "#kind", "#root", "#content", "#classes")
-
-    def __post_init__(self) -> None:
-        if len(self.modified) == 0:
-            object.__setattr__(self, "modified", np.zeros(len(self.paths), np.int64))
-        assert len(self.paths) == len(self.sizes) == len(self.modified)
-        assert self.labels is None or len(self.labels) == len(self.paths)
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def fingerprint(self) -> str:
-        """Hash what makes the ids valid: names, sizes, content. Where the folder lies does not matter."""
-        digest = hashlib.sha256(b"\0".join(map(os.fsencode, self.paths)))
-        digest.update(b"\0\0" + self.sizes.astype("<i8").tobytes() + self.content.encode())
-        return digest.hexdigest()
-
-    def difference(self, now: Manifest) -> str:
-        """Say what has certainly changed since this manifest was made; "" if nothing has."""
-        changes = compare(self, now)
-        return changes.sentence() if changes else ""
-
-    def folders(self) -> list[str]:
-        """Where the images lie, in which nothing may be written; none where they are listed one by one."""
-        own = [self.root] if self.kind in ("folder", "class tree", "voc") else []
-        return own + [folder for folder in self.added if os.path.isdir(folder)]
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write a CSV: five rows that begin with #, then one per image. Names keep their very bytes."""
-        labels = [""] * len(self) if self.labels is None else self.labels.tolist()
-        temporary = f"{os.fspath(path)}.tmp-{os.getpid()}"
-        with open(temporary, "w", encoding="utf-8", errors="surrogateescape", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            roots = [self.root, *self.added]
-            values: list[list[Any]] = [[1], [self.kind], roots, [self.content], self.class_names or []]
-            writer.writerows([name, *value] for name, value in zip(self._ROWS, values, strict=True))
-            writer.writerow(["id", "path", "size", "label", "modified"])
-            columns = (self.sizes.tolist(), labels, self.modified.tolist())
-            writer.writerows(zip(range(len(self)), self.paths, *columns, strict=True))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Manifest:
-        """Read what `write` has written."""
-        try:
-            with open(path, encoding="utf-8", errors="surrogateescape", newline="") as file:
-                reader = csv.reader(file)
-                head = [next(reader) for _ in range(6)]
-                if [row[0] for row in head] != [*cls._ROWS, "id"]:
-                    raise ValueError("its first lines are not those of a manifest")
-                rows = list(reader)
-            if [int(row[0]) for row in rows] != list(range(len(rows))):
-                raise ValueError("its ids are not 0, 1, 2, ...")
-            labels = np.array([int(row[3]) for row in rows], dtype=np.int64) if rows and rows[0][3] else None
-            sizes = np.array([int(row[2]) for row in rows], dtype=np.int64)
-            times = [int(row[4]) if len(row) > 4 else 0 for row in rows]  # manifests of the first version have none
-            modified = np.array(times, dtype=np.int64)
-        except (OSError, ValueError, IndexError, StopIteration, OverflowError, csv.Error) as error:
-            raise DataError(
-                f"{shown(os.fspath(path))} is not a whole manifest ({error}); restore it or start a new run."
-            ) from error
-        paths = [row[1] for row in rows]
-        classes, added = head[4][1:] or None, tuple(head[2][2:])
-        return cls(head[1][1], head[2][1], paths, sizes, labels, classes, head[3][1], modified, added)
 
 
 class Source(ABC):
@@ -271,7 +178,7 @@ def available_splits(data: str | os.PathLike[str]) -> set[str]:
             return {split for split in ("train", "test") if readers.cifar_batches(cifar, split)}
         return set(_part_folders(path))
     if path.lower().endswith(".npz") and os.path.isfile(path):
-        members = readers.npz_members(path)
+        members = arrays.npz_members(path)
         return {split for split in SPLITS if f"x_{split}" in members}
     return set()
 
@@ -310,7 +217,7 @@ def _open_file(path: str, split: str | None) -> Source:
 
         return open_subset(path)
     if ending == ".npy":
-        return _arrays("arrays", path, partial(readers.map_npy, path), None, None)
+        return _arrays("arrays", path, partial(arrays.map_npy, path), None, None)
     if readers.is_image_name(path):
         raise DataError(f"{shown(path)} is a single image; give the folder that holds it.")
     if ending in (".zip", ".tar", ".gz", ".tgz", ".xz", ".bz2", ".7z", ".rar"):
@@ -331,7 +238,7 @@ def _files(kind: str, root: str, listing: Listing, if_empty: str = "") -> Source
 
 def _open_array(array: np.ndarray) -> Source:
     """Images in memory. The array is not copied; it must not change during a run."""
-    first = readers.check_images("The array", array.shape, array.dtype)
+    first = arrays.check_images("The array", array.shape, array.dtype)
     digest = hashlib.sha256()
     for id in np.unique(np.linspace(0, len(array) - 1, 256).astype(np.int64)):
         digest.update(np.ascontiguousarray(array[id]).tobytes())
@@ -365,27 +272,27 @@ def _arrays(
     class_names: list[str] | None,
 ) -> Source:
     array = load()
-    first = readers.check_images(shown(path), array.shape, array.dtype)
+    first = arrays.check_images(shown(path), array.shape, array.dtype)
     sizes = np.full(len(array), array[0].nbytes, dtype=np.int64)
     paths = _numbered(os.path.basename(path), len(array))
-    content = f"{array.dtype} {array.shape} {readers.sampled_hash(path)}"
+    content = f"{array.dtype} {array.shape} {arrays.sampled_hash(path)}"
     source = ArraySource(Manifest(kind, path, paths, sizes, labels, class_names, content), load, first)
     source.loaded = array
     return source
 
 
 def _open_npz(path: str, split: str | None) -> Source:
-    members = readers.npz_members(path)
+    members = arrays.npz_members(path)
     if "data" in members and "offsets" in members:
         if split is not None:
             raise DataError(f"{shown(path)} has no splits; leave the split out.")
         return _open_packed(path, members)
-    key = readers.images_key(path, members, split)
+    key = arrays.images_key(path, members, split)
     shape, dtype = members[key]
-    readers.check_images(f"Array {key} of {shown(path)}", shape, dtype)
+    arrays.check_images(f"Array {key} of {shown(path)}", shape, dtype)
     names = ("labels", "y", "y_train") if split is None else (f"y_{split}",)
     labels, class_names = _labels_of(path, members, names, shape[0])
-    source = _arrays("arrays", path, partial(readers.load_member, path, key), labels, class_names)
+    source = _arrays("arrays", path, partial(arrays.load_member, path, key), labels, class_names)
     if split is not None:  # another array of the same file may have the same shape
         source.manifest = dataclasses.replace(source.manifest, content=f"{source.manifest.content} {key}")
     return source
@@ -397,7 +304,7 @@ def _open_packed(path: str, members: Iterable[str]) -> Source:
     num_images = len(offsets) - 1
     labels, class_names = _labels_of(path, members, ("labels",), num_images)
     paths = _numbered(os.path.basename(path), num_images)
-    content = f"packed {data.shape} {readers.sampled_hash(path)}"
+    content = f"packed {data.shape} {arrays.sampled_hash(path)}"
     manifest = Manifest("packed", path, paths, np.diff(offsets), labels, class_names, content)
     source = PackedSource(manifest, load)
     source.loaded = data, offsets
@@ -406,8 +313,8 @@ def _open_packed(path: str, members: Iterable[str]) -> Source:
 
 def load_packed(path: str) -> tuple[np.ndarray, np.ndarray]:
     """Load `data` and `offsets` of a packed file, checked."""
-    data, offsets = readers.load_member(path, "data"), readers.load_member(path, "offsets")
-    readers.check_offsets(path, data, offsets)
+    data, offsets = arrays.load_member(path, "data"), arrays.load_member(path, "offsets")
+    arrays.check_offsets(path, data, offsets)
     return data, offsets.astype(np.int64)
 
 
@@ -417,9 +324,9 @@ def _labels_of(
     name = next((name for name in names if name in members), None)
     if name is None:
         return None, None
-    labels, class_names = readers.array_labels(readers.load_member(path, name), num_images)
+    labels, class_names = arrays.array_labels(arrays.load_member(path, name), num_images)
     if labels is not None and "class_names" in members:
-        class_names = [str(name) for name in readers.load_member(path, "class_names").reshape(-1)]
+        class_names = [str(name) for name in arrays.load_member(path, "class_names").reshape(-1)]
         if labels.max() >= len(class_names):
             raise DataError(f"{shown(path)} has labels beyond its class_names; make them agree.")
     return labels, class_names
@@ -439,7 +346,7 @@ def _open_cifar(folder: str, split: str | None) -> Source:
         np.full(len(paths), 3072, dtype=np.int64),
         np.concatenate([labels for _, labels in batches]),
         list(readers.CIFAR10_CLASSES),
-        " ".join(map(readers.sampled_hash, files)),
+        " ".join(map(arrays.sampled_hash, files)),
     )
     source = ArraySource(manifest, partial(load_cifar, files), channels_first=True)
     source.loaded = np.concatenate([array for array, _ in batches])

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from odcluster.data.readers import map_npy
+from odcluster.data.arrays import map_npy
 from odcluster.errors import DataError, UserError
 from odcluster.training.checkpoint import content_hash, flush, reason
 from odcluster.training.run import write_atomically

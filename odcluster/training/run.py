@@ -57,6 +57,8 @@ class Run:
         for name in ("bad_images.csv", "clusters.csv", "clusters.png", "curves.png", "features/state.json"):
             for file in (self.path / name).parent.glob(f".{Path(name).name}.*"):
                 file.unlink(missing_ok=True)
+        for file in self.path.glob("manifest.csv.tmp-*"):
+            file.unlink(missing_ok=True)
         for folder in self.path.glob(".backbone.*"):
             shutil.rmtree(folder, ignore_errors=True)
 

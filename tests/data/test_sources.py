@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from odcluster.data import readers
+from odcluster.data import arrays
 from odcluster.data.sources import Manifest, Source, open_source
 from odcluster.errors import DataError, ImageRefused, UserError
 
@@ -688,9 +688,9 @@ def test_hashing_a_file_samples_its_whole_length(tmp_path: Path) -> None:
         if position is not None:
             changed[position] = 1
         path.write_bytes(changed)
-        seen.add(readers.sampled_hash(str(path), num_blocks=5, block=1001))
+        seen.add(arrays.sampled_hash(str(path), num_blocks=5, block=1001))
     path.write_bytes(data + b"\0")
-    seen.add(readers.sampled_hash(str(path), num_blocks=5, block=1001))
+    seen.add(arrays.sampled_hash(str(path), num_blocks=5, block=1001))
     assert len(seen) == 5
 
 

@@ -25,8 +25,8 @@ from odcluster.errors import ImageRefused
 
 SECONDS = 2.0
 """The most that one damaged image may take, of the processor's time: other programs may be busy meanwhile."""
-PATIENCE = 120.0
-"""Seconds without any progress after which a child is taken for hung."""
+PATIENCE = 20.0
+"""Seconds of computing without any progress after which a child is taken for hung."""
 
 
 def formats() -> list[tuple[str, str, dict[str, object]]]:
@@ -82,78 +82,96 @@ def damaged(seed: int, number: int, whole: bytes | None = None) -> bytes:
     return bytes(data)
 
 
-def decode_all(seeds: range, num_flips: int, where: mmap.mmap, start: int) -> Counter[str]:
-    """The work of the child: from case `start` on; `where` always names the case at hand, for a parent to read."""
-    outcomes: Counter[str] = Counter()
-    case = 0
-    for seed in seeds:
+class Shared:
+    """Four numbers that a child writes and its parent reads, also when the child is gone."""
+
+    NAMES = ("case", "pixels", "refused", "most MB")
+
+    def __init__(self) -> None:
+        self.memory = mmap.mmap(-1, 8 * len(self.NAMES))
+
+    def __getitem__(self, name: str) -> int:
+        return struct.unpack_from("<q", self.memory, 8 * self.NAMES.index(name))[0]
+
+    def __setitem__(self, name: str, value: int) -> None:
+        struct.pack_into("<q", self.memory, 8 * self.NAMES.index(name), value)
+
+
+def decode_all(num_seeds: int, num_flips: int, shared: Shared) -> list[str]:
+    """The work of a child: from the case behind the last one on; returns what took too long."""
+    slow = []
+    first = shared["case"]
+    for seed in range(first // num_flips, num_seeds):
         whole = seed_image(seed)
-        for number in range(num_flips):
-            case += 1
-            if case <= start:
-                continue
-            where[:8] = struct.pack("<q", case)
+        for number in range(first % num_flips if seed == first // num_flips else 0, num_flips):
+            shared["case"] = seed * num_flips + number + 1
             data = damaged(seed, number, whole)
             began = time.process_time()
             try:
                 height, width = image_size(data)
                 pixels = decode(data)
                 assert pixels.dtype == np.uint8
-                assert pixels.shape == (height, width, 3), (seed, number)
-                outcomes["pixels"] += 1
+                assert pixels.shape == (height, width, 3)
+                shared["pixels"] += 1
             except ImageRefused as refused:
-                outcomes["refused" if str(refused).isprintable() else f"unprintable: seed {seed}, number {number}"] += 1
-            if time.process_time() - began > SECONDS:
-                outcomes[f"slow: seed {seed}, number {number}"] += 1
-    return outcomes
+                if not str(refused).isprintable():
+                    raise
+                shared["refused"] += 1
+            if (seconds := time.process_time() - began) > SECONDS:
+                slow.append(f"{seconds:.1f} s: seed {seed}, number {number}")
+        shared["most MB"] = max(shared["most MB"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+    return slow
 
 
 def fuzz(num_seeds: int, num_flips: int) -> Counter[str]:
     """All cases; a crash or a hang is an outcome with the case's name, and the next child goes on behind it."""
     outcomes: Counter[str] = Counter()
-    where, start, total = mmap.mmap(-1, 8), 0, num_seeds * num_flips
-    while start < total:
+    shared = Shared()
+    while shared["case"] < num_seeds * num_flips:
         reading, writing = os.pipe()
         if (child := os.fork()) == 0:
-            silence = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(silence, 2)  # libtiff prints its complaints
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libtiff prints its complaints
             code = 1
             try:
-                counted = decode_all(range(num_seeds), num_flips, where, start)
-                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-                os.write(writing, repr(list({**counted, "most MB": peak}.items())).encode()[:60000])
+                told = "\n".join(decode_all(num_seeds, num_flips, shared))
                 code = 0
             except BaseException as error:
-                os.write(writing, repr([(f"{type(error).__name__}: {error}", 1)]).encode()[:60000])
+                told = f"{type(error).__name__}: {error}"
             finally:
+                os.write(writing, told.encode()[:60_000])
                 os._exit(code)
         os.close(writing)
-        status, case = wait(child, where)
+        status = wait(child, shared)
         with os.fdopen(reading, "rb") as file:
-            told = file.read().decode()
-        if status == 0:
-            import ast
-
-            return outcomes + Counter(dict(ast.literal_eval(told)))
-        seed, number = divmod(case - 1, num_flips)
-        outcomes[f"{status} {told}: seed {seed}, number {number}"] += 1
-        start = case
-    return outcomes
+            outcomes.update(file.read().decode().splitlines())
+        if status != 0:
+            seed, number = divmod(shared["case"] - 1, num_flips)
+            outcomes[f"ended with {status}: seed {seed}, number {number}"] += 1
+    return outcomes + Counter({name: shared[name] for name in Shared.NAMES[1:]})
 
 
-def wait(child: int, where: mmap.mmap) -> tuple[int, int]:
-    """Exit status and last case of a child; one that does not get on is ended."""
-    last, since = -1, time.monotonic()
+def wait(child: int, shared: Shared) -> int:
+    """The exit status of a child; one that computes for long without getting on is ended."""
+    last, since = -1, 0.0
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
-        (case,) = struct.unpack("<q", where[:8])
         if pid:
-            return os.waitstatus_to_exitcode(status), case
-        if case != last:
-            last, since = case, time.monotonic()
-        elif time.monotonic() - since > PATIENCE:
+            return os.waitstatus_to_exitcode(status)
+        if shared["case"] != last:
+            last, since = shared["case"], seconds_of(child)
+        elif seconds_of(child) - since > PATIENCE:
             os.kill(child, 9)
         time.sleep(0.05)
+
+
+def seconds_of(process: int) -> float:
+    """Time of the processor that a process has had; other programs may be busy. Elsewhere than on Linux, plain time."""
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.monotonic()
 
 
 if __name__ == "__main__":
