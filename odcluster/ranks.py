@@ -13,6 +13,7 @@ wait for a disk wait in `meet`, as long as the others live; all other waits end 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -287,6 +288,9 @@ class Pulse(threading.Thread):
                 self._heard[rank], self._when[rank] = heard, time.monotonic()
 
 
+JOINED = itertools.count()
+
+
 @contextmanager
 def joined(device: torch.device) -> Iterator[Ranks]:
     """All processes that the launcher started, as one; alone without a launcher. Waits until all are there."""
@@ -298,7 +302,7 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     on_gpus = device.type == "cuda"
     try:
         store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=start)))
-        store.set_timeout(timedelta(seconds=start))
+        store = dist.PrefixStore(f"odcluster {next(JOINED)}", store)  # a process may join several times
         pulse = Pulse(store.clone(), rank, world, run, exit_when_silent=on_gpus)
         backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
         dist.init_process_group(

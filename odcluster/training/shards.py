@@ -2,8 +2,8 @@
 
 A checkpoint of several ranks has, beside the files of one (without rows and sums), a file memory-0003-of-0008 of each;
 one state.json, written by rank 0 when all is on disk, holds sizes and hashes of all. The run directory must lie on a
-disk that all ranks share. A run may go on with another number of ranks: rows go to their new owners, sums, of which only
-the total over all ranks counts, to any of them. With one rank, checkpoints are those of checkpoint.py.
+disk that all ranks share. A run may go on with another number of ranks: rows go to their new owners, sums, of which
+only the total over all ranks counts, to any of them. With one rank, checkpoints are those of checkpoint.py.
 """
 
 from __future__ import annotations
