@@ -36,7 +36,7 @@ START_TIMEOUT = 300.0
 TIMEOUT = 120.0
 """Seconds without a word; ODCLUSTER_TIMEOUT in the environment replaces both."""
 BEAT_SECONDS = 1.0
-SILENCE = 3.5
+SILENCE = 6.0
 """A rank that has not said for so long that it lives is taken for dead where an exchange with it has failed."""
 
 T = TypeVar("T")
@@ -236,19 +236,21 @@ class Pulse(threading.Thread):
 
     def explain(self, error: Exception) -> str | None:
         """Who is to blame for a failed exchange; None where it was not an exchange that failed."""
-        if (failed := self._failed()) is not None:
-            return failed
-        time.sleep(SILENCE)  # in which the living say so
         try:
             self._listen()
+            before = {rank: heard["beat"] for rank, heard in self._heard.items()}
+            silent, began = self._others, time.monotonic()
+            while silent and self._failed() is None and time.monotonic() - began < SILENCE:
+                time.sleep(BEAT_SECONDS / 4)
+                self._listen()
+                silent = [r for r in silent if self._heard[r]["beat"] == before[r] and self._heard[r]["left"] is None]
         except (RuntimeError, OSError):
             return "the machine of rank 0 does not answer any more; start again with `odcluster resume`"
         if (failed := self._failed()) is not None:
             return failed
-        if silent := self._silent(SILENCE - BEAT_SECONDS / 2):
-            return self._named(silent)
-        if gone := [rank for rank, heard in self._heard.items() if heard["left"] is not None]:
-            return self._named(gone)
+        gone = [rank for rank, heard in self._heard.items() if heard["left"] is not None]
+        if silent or gone:
+            return self._named(silent or gone)
         behind = [rank for rank, heard in self._heard.items() if heard["exchanges"] < self.exchanges]
         words = str(error).lower()
         if behind and any(word in words for word in ("time", "connect", "peer", "socket")):
@@ -302,8 +304,11 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     on_gpus = device.type == "cuda"
     try:
         store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=start)))
-        store = dist.PrefixStore(f"odcluster {next(JOINED)}", store)  # a process may join several times
-        pulse = Pulse(store.clone(), rank, world, run, exit_when_silent=on_gpus)
+        own_client = store.clone()  # the thread waits for no one
+        # A process may join several times, and what an earlier attempt of torchrun left in the store is not for us.
+        name = f"odcluster {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {next(JOINED)}"
+        store, own_client = dist.PrefixStore(name, store), dist.PrefixStore(name, own_client)
+        pulse = Pulse(own_client, rank, world, run, exit_when_silent=on_gpus)
         backend = "cpu:gloo,cuda:nccl" if on_gpus else "gloo"
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=run),
