@@ -260,7 +260,7 @@ def execute(
         with loader:
             batches: Batches = loader
             if config.fine_tuning.frozen:
-                batches = frozen_features(run, config, loader, method, len(source), device, console, stop)
+                batches = frozen_features(run, config, loader, method, len(source), device, console, stop, ranks)
             Trainer(method, batches, source.manifest, config, device, console, stop, ranks).run(run, found)
             similarities = similarities_of(method)
             if not ranks.is_first:  # what is left to do is writing
@@ -291,13 +291,17 @@ def frozen_features(
     device: torch.device,
     console: Console,
     stop: StopFlag,
+    ranks: Ranks,
 ) -> FrozenViews:
     """What the frozen backbone makes of all images and views of them: in the run directory, or made now."""
     backbone, views = cast(Backbone, method.backbone), config.fine_tuning.cached_views
 
     def notice(done: int) -> None:
+        stop.wanted = ranks.any(stop.wanted)
         stop.poll()
-        console.progress("features of the frozen backbone", done, (1 + views) * num_samples)
+        if done:
+            done = min(done * ranks.world_size, (1 + views) * num_samples)
+            console.progress("features of the frozen backbone", done, (1 + views) * num_samples)
 
     try:
         return frozen_views(
@@ -312,6 +316,7 @@ def frozen_features(
             device=device,
             identity=fingerprint(config),
             progress=notice,
+            ranks=ranks,
             bfloat16=config.running.precision == "bfloat16",
         )
     except Interrupted as stopped:
