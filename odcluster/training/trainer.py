@@ -217,8 +217,8 @@ class Trainer:
             self.images += sum(map(len, self.parts))
             self.step += 1
             if self.step == self.schedule.first_step(epoch + 1):
-                self.method.end_epoch(epoch)
                 check_agreement(self.ranks, self.module, self.step)
+                self.method.end_epoch(epoch)
                 self.begun = False
             if not self.begun or self.step == self.schedule.total_steps:
                 self._record_sizes(epoch)
