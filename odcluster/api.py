@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 from odcluster import renew
-from odcluster.config import Config, changed, features_fingerprint
+from odcluster.config import Config, changed, features_fingerprint, from_json, to_json
 from odcluster.data.loading import Batches, Cache, Loader, RawBatch
 from odcluster.data.order import num_steps
 from odcluster.data.randomness import Purpose, permutation
@@ -23,7 +25,7 @@ from odcluster.data.sources import FileSource, Manifest, PackedSource, Source, o
 from odcluster.data.subsets import Subset
 from odcluster.errors import DataError, Interrupted, UserError
 from odcluster.evaluation.knn import neighbours_kept
-from odcluster.explore.deliver import deliver
+from odcluster.explore.deliver import deliver, similarities_of
 from odcluster.methods.colorization import Colorization
 from odcluster.methods.deepcluster import DeepCluster
 from odcluster.methods.interface import Batch, Method
@@ -34,15 +36,17 @@ from odcluster.methods.rotation import Rotation
 from odcluster.models.backbones import Backbone, check_takes, create_backbone, freeze_stages
 from odcluster.models.sobel import represent
 from odcluster.models.weights import describe_weights, load_backbone_weights
+from odcluster.ranks import SINGLE, Ranks, joined, local_ranks, world_size
 from odcluster.recipes import default_recipe
 from odcluster.recipes import recipe as recipe_of
-from odcluster.training import checkpoint
+from odcluster.training import checkpoint, shards
 from odcluster.training.carry import as_of, forget_old_changes
 from odcluster.training.console import Console, duration
 from odcluster.training.devices import StopFlag, choose_device, seed_torch
 from odcluster.training.frozen import FrozenViews, frozen_views
+from odcluster.training.parallel import synchronise_norms
 from odcluster.training.resolve import describe, describe_warm_start, resolve, without_effect
-from odcluster.training.run import Run, RunLock, check_free, create_run, open_run
+from odcluster.training.run import Run, RunLock, check_free, create_run, last_launch, open_run
 from odcluster.training.survey import extract, to_network
 from odcluster.training.trainer import Trainer
 
@@ -73,35 +77,102 @@ def train(
     return start(changed(recipe_of(named), **options), data, out, Console(quiet=quiet))
 
 
+def speaking(console: Console, ranks: Ranks) -> Console:
+    """One rank speaks to people."""
+    return console if ranks.is_first else Console(quiet=True)
+
+
 def start(
     config: Config,
     data: str | os.PathLike[str] | np.ndarray,
     out: str | os.PathLike[str] | None,
     console: Console,
 ) -> Path:
-    """A new run with this configuration. Nothing is written before everything that can be checked has been."""
+    """A new run with this configuration. Nothing is written before everything that can be checked has been.
+
+    When torchrun starts its processes again after a failure, the run that they had begun goes on.
+    """
+    if (begun := begun_before(data, out)) is not None:
+        return resume(begun, data=data if isinstance(data, np.ndarray) else None, console=console)
+    device = choose_device(config.device)
+    with joined(device) as ranks:
+        console = speaking(console, ranks)
+        path = Path(ranks.first(lambda: str(free_place(data, out))))
+        source = open_source(data)
+        manifest = source.manifest
+        if manifest.kind in ("folder", "class tree"):
+            ranks.first(lambda: check_free(path, manifest.root))
+        check_same_images(ranks, manifest)
+        config = with_absolute_paths(config, data)
+        for sentence in without_effect(config):
+            console.warn(sentence)
+        config, chosen = resolve(config, source, device)
+        config = agreed(config, ranks)
+        about = [f"{len(source):,} images ({manifest.kind}) in {manifest.root or 'memory'}", *describe(chosen)]
+        if config.minutes is not None:
+            console.say("\n".join(about))
+            about = []
+            config = agreed(fit_epochs(config, source, device, console, ranks), ranks)
+        method = build_method(config, len(source), device, console, ranks=ranks)
+        for line in [*about, *describe_ranks(ranks), *describe_warm_start(config)]:
+            console.say(line)
+        run = Run(Path(ranks.first(lambda: str(create_run(path, config, manifest).path))))
+        with locked(run, ranks):
+            return execute(run, config, source, method, device, None, console, ranks)
+
+
+@contextmanager
+def locked(run: Run, ranks: Ranks) -> Iterator[None]:
+    """Rank 0 holds the lock of the run for all."""
+    lock = RunLock(run)
+    ranks.first(lambda: lock.__enter__() is lock)
+    try:
+        yield
+    finally:
+        lock.__exit__()
+
+
+def begun_before(data: str | os.PathLike[str] | np.ndarray, out: str | os.PathLike[str] | None) -> Path | None:
+    """The run that this very launch has begun, when torchrun restarts it after a failure."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID")
+    if not launch or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return None
+    paths = [Path(out)] if out is not None else taken_names(data)
+    return next((path for path in reversed(paths) if last_launch(path) == launch), None)
+
+
+def free_place(data: str | os.PathLike[str] | np.ndarray, out: str | os.PathLike[str] | None) -> Path:
     path = Path(out) if out is not None else free_name(data)
     check_free(path)
-    source = open_source(data)
-    manifest = source.manifest
-    if manifest.kind in ("folder", "class tree"):
-        check_free(path, manifest.root)
-    config = with_absolute_paths(config, data)
-    for sentence in without_effect(config):
-        console.warn(sentence)
-    device = choose_device(config.device)
-    config, chosen = resolve(config, source, device)
-    about = [f"{len(source):,} images ({manifest.kind}) in {manifest.root or 'memory'}", *describe(chosen)]
-    if config.minutes is not None:
-        console.say("\n".join(about))
-        about = []
-        config = fit_epochs(config, source, device, console)
-    method = build_method(config, len(source), device, console)
-    for line in [*about, *describe_warm_start(config)]:
-        console.say(line)
-    run = create_run(path, config, manifest)
-    with RunLock(run):
-        return execute(run, config, source, method, device, None, console)
+    return path
+
+
+def check_same_images(ranks: Ranks, manifest: Manifest) -> None:
+    """All ranks must see the same images: a disk that is not mounted everywhere would mix up their ids."""
+    prints = ranks.share(manifest.fingerprint())
+    if len(set(prints)) > 1:
+        others = [rank for rank, found in enumerate(prints) if found != prints[0]]
+        raise DataError(
+            f"rank {others[0]} sees other images in {manifest.root} than rank 0; use a disk that all machines share"
+        )
+
+
+def agreed(config: Config, ranks: Ranks) -> Config:
+    """The configuration of rank 0; machines may differ in what they would have chosen."""
+    config = config if ranks.world_size == 1 else from_json(ranks.share(to_json(config))[0])
+    least = 2 * ranks.world_size
+    if config.batch_size is not None and config.batch_size < least:
+        raise UserError(
+            f"a batch of {config.batch_size} cannot be shared by {ranks.world_size} ranks, which need two images each: "
+            f"use --batch-size {least} or more"
+        )
+    return config
+
+
+def describe_ranks(ranks: Ranks) -> list[str]:
+    if ranks.world_size == 1:
+        return []
+    return [f"  {'ranks':14} {ranks.world_size}  (each has its share of every batch, and of the samples memory)"]
 
 
 def with_absolute_paths(config: Config, data: str | os.PathLike[str] | np.ndarray) -> Config:
@@ -130,16 +201,23 @@ def resume(
     """Go on with an interrupted run, exactly. `data` only for a run that was given an array in memory.
 
     Images that changed meanwhile are an error, unless `remap` says to keep what is known of those that stayed. `add`
-    names a folder of further images, also for a finished run; `epochs` are trained more than planned.
+    names a folder of further images, also for a finished run; `epochs` are trained more than planned. With another
+    number of ranks the same images, views and decisions follow, and numbers to rounding.
     """
     console = console or Console(quiet=quiet)
     run = open_run(Path(run_path), settled=False)
     if epochs is not None and epochs < 1:
         raise UserError(f"--epochs {epochs}: a resumed run can only be trained longer, by 1 epoch or more")
-    with RunLock(run):
-        run.sweep()
-        renew.settle(run)
-        found = checkpoint.find(run.checkpoints, console.warn)
+    if world_size() > 1 and (remap or add or epochs):
+        raise UserError(
+            "--remap, --add and --epochs are for one process: give them to `odcluster resume` without torchrun, stop it "
+            "once it trains, and go on with torchrun"
+        )
+    chosen_device = choose_device(device or run.config().device)
+    with joined(chosen_device) as ranks, locked(run, ranks):
+        console = speaking(console, ranks)
+        ranks.first(lambda: tidy(run))
+        found = shards.find(run.checkpoints, console.warn, ranks)
         before, stored = as_of(run, found.state) if found else (run.manifest(), run.config())
         given = {"workers": workers, "max_refused": max_refused}
         config = changed(stored, **{name: value for name, value in given.items() if value is not None})
@@ -149,20 +227,27 @@ def resume(
             renew.check_unchanged(run, config, found, console.warn)
         images = data if data is not None else config.data
         source, changes = renew.open_images(run, images, before, remap=remap, add=add, warn=console.warn)
-        chosen_device = choose_device(device or config.device)
+        check_same_images(ranks, source.manifest)
         if epochs and not found:
             raise UserError(
                 f"{run.path} has not been trained yet: `odcluster resume {run.path}` without --epochs begins"
             )
-        if found and (changes or changes.touched or epochs):
+        if found and (changes or changes.touched or epochs) and ranks.world_size == 1:
             found = renew.take_in(run, found, source, before, changes, stored, epochs, console.say)
             config = changed(run.config(), **{name: value for name, value in given.items() if value is not None})
-        elif not found and changes:
+        elif not found and changes and ranks.is_first:
             source.manifest.write(run.manifest_file)
+        config = agreed(config, ranks)
         where = f"resuming {run.path} at step {found.state['step']}" if found else ""
         console.say(where or f"starting {run.path} from the beginning")
-        method = build_method(config, len(source), chosen_device, console, found)
-        return execute(run, config, source, method, chosen_device, found, console)
+        method = build_method(config, len(source), chosen_device, console, found, ranks)
+        return execute(run, config, source, method, chosen_device, found, console, ranks)
+
+
+def tidy(run: Run) -> None:
+    """Put away, or complete, what a process that was killed has left behind."""
+    run.sweep()
+    renew.settle(run)
 
 
 def execute(
@@ -173,22 +258,28 @@ def execute(
     device: torch.device,
     found: checkpoint.Checkpoint | None,
     console: Console,
+    ranks: Ranks = SINGLE,
 ) -> Path:
     """Train to the end and write what people take away."""
     if isinstance(method, Labels) and source.manifest.labels is not None:
         method.take(source.manifest.labels)
     with StopFlag() as stop, console:
-        console.log_to(run.log_file)
+        if ranks.is_first:
+            console.log_to(run.log_file)
         started = time.monotonic()
         try:
             loader = build_loader(config, source, method, device, console, stop)
+            ranks.meet()
         except Interrupted as stopped:
             raise Interrupted(f"stopped before the first step: `odcluster resume {run.path}` starts it") from stopped
         with loader:
             batches: Batches = loader
             if config.fine_tuning.frozen:
-                batches = frozen_features(run, config, loader, method, source.manifest, device, console, stop)
-            Trainer(method, batches, source.manifest, config, device, console, stop).run(run, found)
+                batches = frozen_features(run, config, loader, method, source.manifest, device, console, stop, ranks)
+            Trainer(method, batches, source.manifest, config, device, console, stop, ranks).run(run, found)
+            similarities = similarities_of(method)
+            if not ranks.is_first:  # what is left to do is writing
+                return run.path
             trained = config.weights and not config.fine_tuning.frozen
             try:
                 kept = kept_neighbours(config, method, loader, len(source), device, console, stop) if trained else None
@@ -199,7 +290,7 @@ def execute(
                 ) from stopped
         forget_old_changes(run)
         console.say(f"done in {duration(time.monotonic() - started)}: {run.path}", style="bold")
-        for sentence in deliver(run, config, source, method):
+        for sentence in deliver(run, config, source, method, similarities):
             console.say(f"  {sentence}")
         if kept is not None:
             console.say(
@@ -222,6 +313,7 @@ def frozen_features(
     device: torch.device,
     console: Console,
     stop: StopFlag,
+    ranks: Ranks = SINGLE,
 ) -> FrozenViews:
     """What the frozen backbone makes of all images and views of them: in the run directory, or made now."""
     backbone, views = cast(Backbone, method.backbone), config.fine_tuning.cached_views
@@ -230,7 +322,7 @@ def frozen_features(
         stop.poll()
         console.progress("features of the frozen backbone", done, total)
 
-    try:
+    def make() -> FrozenViews:
         return frozen_views(
             run.path / "features",
             loader,
@@ -245,6 +337,11 @@ def frozen_features(
             progress=notice,
             bfloat16=config.running.precision == "bfloat16",
         )
+
+    made: list[FrozenViews] = []
+    try:
+        ranks.first(lambda: made.append(make()))  # rank 0 makes them, the others read them
+        return made[0] if made else make()
     except Interrupted as stopped:
         raise Interrupted(
             f"stopped, the features made so far are kept: `odcluster resume {run.path}` goes on"
@@ -257,6 +354,7 @@ def build_method(
     device: torch.device,
     console: Console,
     found: checkpoint.Checkpoint | None = None,
+    ranks: Ranks = SINGLE,
 ) -> Method:
     """Backbone and method, as the seed has them, or ready to take the state of a checkpoint."""
     if found is None:
@@ -268,7 +366,7 @@ def build_method(
         stored = found.tensors["model"].items()  # features of a frozen backbone may have to be made again
         backbone.load_state_dict({k.removeprefix("backbone."): v for k, v in stored if k.startswith("backbone.")})
         freeze(backbone, config)
-    method = METHODS[config.method](backbone, num_samples, config)
+    method = synchronise_norms(ranks, METHODS[config.method](backbone, num_samples, config, ranks), device)
     if config.running.compile:
         backbone.compile()
     if config.running.deterministic and device.type == "cuda":
@@ -359,7 +457,7 @@ def build_loader(
         augmentation = dataclasses.replace(augmentation, num_views=config.fine_tuning.cached_views)
     if isinstance(source, FileSource | PackedSource | Subset) and config.running.cache_gb > 0:
         size = min(config.image_size, config.augmentation.crop_size or config.image_size)
-        cache = Cache(source, size, int(config.running.cache_gb * 1e9))
+        cache = Cache(source, size, int(config.running.cache_gb * 1e9 / local_ranks()))
 
         def notice(done: int) -> None:
             stop.poll()
@@ -380,11 +478,15 @@ def build_loader(
     )
 
 
-def fit_epochs(config: Config, source: Source, device: torch.device, console: Console) -> Config:
-    """--minutes: a few real steps on a throw-away network tell the speed; the epochs that fit are then fixed."""
+def fit_epochs(config: Config, source: Source, device: torch.device, console: Console, ranks: Ranks) -> Config:
+    """--minutes: a few real steps on a throw-away network tell the speed; the epochs that fit are then fixed.
+
+    Across ranks, each measures its share of a batch at the same time; what they say to each other is not in it.
+    """
     assert config.minutes is not None
     assert config.batch_size is not None
-    trial = dataclasses.replace(config, minutes=None, epochs=2)
+    trial = dataclasses.replace(config, minutes=None, epochs=2, batch_size=config.batch_size // ranks.world_size)
+    ranks.meet()
     method = build_method(trial, len(source), device, Console(quiet=True))
     try:
         with StopFlag() as stop, build_loader(trial, source, method, device, console, stop) as loader:
@@ -433,11 +535,24 @@ def measure(
 
 def free_name(data: str | os.PathLike[str] | np.ndarray) -> Path:
     """runs/NAME after the data."""
+    return numbered(data_name(data))
+
+
+def data_name(data: str | os.PathLike[str] | np.ndarray) -> str:
     name = "array" if isinstance(data, np.ndarray) else Path(os.path.abspath(os.fspath(data))).stem or "images"
-    return numbered(f"runs/{name}")
+    return f"runs/{name}"
 
 
 def numbered(name: str) -> Path:
     """The path of that name, with a number where it is taken."""
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return next(path for path in map(Path, names) if not path.exists())
+    return next(path for path in numbers(name) if not path.exists())
+
+
+def numbers(name: str) -> Iterator[Path]:
+    yield Path(name)
+    yield from (Path(f"{name}-{number}") for number in itertools.count(2))
+
+
+def taken_names(data: str | os.PathLike[str] | np.ndarray) -> list[Path]:
+    """Those of the names after the data that are taken."""
+    return list(itertools.takewhile(Path.exists, numbers(data_name(data))))

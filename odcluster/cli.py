@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
 import shlex
 import sys
 import typing
@@ -52,6 +53,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.exit(0)
     if given[0] not in VERBS:
         fail(f"there is no verb {given[0]!r}{nearest(given[0], list(VERBS))}; `odcluster --help` lists them", 2)
+    choose_ranks(given[0])
     try:
         VERBS[given[0]](given[1:])
     except UserError as error:
@@ -70,8 +72,20 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
+def choose_ranks(verb: str) -> None:
+    """Under torchrun, verbs with nothing to share out are done by rank 0 alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is imported; we say what matters
+    if verb not in SPREAD:
+        if os.environ.get("RANK", "0") != "0":
+            sys.exit(0)
+        os.environ["WORLD_SIZE"] = "1"
+
+
 def fail(sentence: str, code: int) -> NoReturn:
-    print(f"odcluster: {sentence}", file=sys.stderr)
+    rank = os.environ.get("RANK", "0") if int(os.environ.get("WORLD_SIZE", "1")) > 1 else "0"
+    print("odcluster" + (f" (rank {rank})" if rank != "0" else "") + f": {sentence}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
@@ -267,6 +281,8 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
     "reproduce": reproduce_verb,
     "info": info_verb,
 }
+SPREAD = {"train", "resume", "evaluate", "embed", "assign"}
+"""Verbs that several ranks work on together."""
 
 
 # From dataclasses to options ------------------------------------------------------------

@@ -60,8 +60,8 @@ class Head:
     """Dropout inside the neck."""
     final_relu: bool = True
     """Whether the neck ends with a ReLU."""
-    neck_norm: Literal["paper", "standard"] = "paper"
-    """Batch norm of the neck. paper: no affine part, momentum 0.001 (authors' code). standard: affine, 0.1."""
+    neck_norm: Literal["paper", "standard", "none"] = "paper"
+    """Batch norm of the neck. paper: no affine part, momentum 0.001 (authors' code). standard: affine, 0.1. none."""
     classifier: Literal["linear", "prototypes"] = "linear"
     """linear: a trained layer, as in the paper. prototypes: cosine to the centroids memory, nothing to train."""
     temperature: float = 0.1

@@ -19,6 +19,12 @@ class Diverged(UserError):
     exit_code = 4
 
 
+class RankLost(UserError):
+    """Of several processes that work on one run, one is gone or disagrees with the others (exit code 5)."""
+
+    exit_code = 5
+
+
 class Interrupted(UserError):
     """Stopped by a signal after saving; `odcluster resume` goes on from here (exit code 75)."""
 

@@ -18,7 +18,8 @@ from odcluster.data.added import open_with_added
 from odcluster.data.loading import Batches
 from odcluster.errors import DataError
 from odcluster.methods.interface import Batch
-from odcluster.training import checkpoint
+from odcluster.ranks import SINGLE
+from odcluster.training import shards
 from odcluster.training.console import Console
 from odcluster.training.devices import StopFlag, choose_device
 from odcluster.training.run import open_run
@@ -39,7 +40,7 @@ def diverged_batch(run_path: str | os.PathLike[str], *, data: np.ndarray | None 
     source = open_with_added(data if data is not None else config.data, run.manifest().added)
     if difference := run.manifest().difference(source.manifest):
         raise DataError(f"the images are not those of {run.path}. {difference} Restore them to replay the batch")
-    found = checkpoint.find(run.checkpoints, console.warn)
+    found = shards.find(run.checkpoints, console.warn, SINGLE)
     method = build_method(config, len(source), where, console, found)
     with StopFlag() as stop, build_loader(config, source, method, where, console, stop) as loader:
         batches: Batches = loader

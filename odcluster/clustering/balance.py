@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from odcluster.clustering.kmeans import nearest_centroids
-from odcluster.clustering.memory import CentroidsMemory, SamplesMemory
+from odcluster.clustering.memory import CentroidsMemory, Part, SamplesMemory
 from odcluster.data.randomness import Purpose, uniforms
 from odcluster.errors import UserError
 
@@ -60,11 +60,11 @@ def dissolve(cluster: int, samples: SamplesMemory, memory: CentroidsMemory, norm
     members = samples.members(cluster)
     if len(members) > 0:
         candidates = normal.nonzero().flatten()
-        rows = samples.rows[members]
-        nearest, _, _ = nearest_centroids(rows, memory.centroids[candidates])
-        receivers = candidates[nearest]
+        part = samples.part(members)
+        nearest, _, _ = nearest_centroids(part.rows, memory.centroids[candidates])
+        receivers = candidates[part.told(nearest)]
         samples.labels[members] = receivers
-        memory.sums.index_add_(0, receivers, rows.to(memory.sums.dtype))
+        memory.sums.index_add_(0, receivers[part.places], part.rows.to(memory.sums.dtype))
         memory.counts.index_add_(0, receivers, torch.ones_like(receivers))
         memory.refresh_clusters(receivers.unique())
     memory.sums[cluster] = 0
@@ -82,42 +82,42 @@ def split(
 ) -> None:
     """2-means on the largest cluster; a randomly chosen half takes the empty index; both centroids are recomputed."""
     members = samples.members(largest)
-    rows = samples.rows[members]
-    half = halve(rows, smallest_half, draw=draws[0])
+    part = samples.part(members)
+    half = halve(part, smallest_half, draw=draws[0])
     leaving = half if draws[1] < 0.5 else ~half
     samples.labels[members[leaving]] = empty
-    gone = rows[leaving].to(memory.sums.dtype).sum(dim=0)
-    memory.sums[empty] = gone
     memory.counts[empty] = leaving.sum()
-    memory.sums[largest] = rows[~leaving].to(memory.sums.dtype).sum(dim=0)
     memory.counts[largest] = (~leaving).sum()
-    memory.refresh_clusters(torch.tensor([largest, empty], device=rows.device))
+    for cluster, mask in ((empty, leaving), (largest, ~leaving)):
+        memory.sums[cluster] = part.rows[mask[part.places]].to(memory.sums.dtype).sum(dim=0)
+    memory.refresh_clusters(torch.tensor([largest, empty], device=members.device))
 
 
-def halve(rows: Tensor, smallest_half: int, draw: float) -> Tensor:
-    """Two halves of rows [n, D] by 2-means, as a mask; neither is smaller than `smallest_half` where n allows it.
+def halve(part: Part, smallest_half: int, draw: float) -> Tensor:
+    """Two halves of n rows by 2-means, as a mask [n]; neither is smaller than `smallest_half` where n allows it.
 
     Starts from a drawn row and the row farthest from it. Identical rows have no direction to be cut along: they are
-    cut in the order of their ids.
+    cut in the order of their ids. Across ranks, an iteration tells all of them n numbers and the two means.
     """
-    first = rows[min(int(draw * len(rows)), len(rows) - 1)]
-    second = rows[(rows - first).square().sum(dim=1).argmax()]
-    side = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-    margin = torch.arange(len(rows), device=rows.device, dtype=rows.dtype)
+    rows, count = part.rows, part.count
+    first = part.row(min(int(draw * count), count - 1))
+    second = part.row(part.told((rows - first).square().sum(dim=1)).argmax())
+    side = torch.zeros(count, dtype=torch.bool, device=rows.device)
+    margin = torch.arange(count, device=rows.device, dtype=rows.dtype)
     for _ in range(SPLIT_ITERATIONS):
         if torch.equal(first, second):
             break
-        margin = rows @ (second - first) - (second.square().sum() - first.square().sum()) / 2  # > 0: nearer to second
-        if torch.equal(new_side := margin > 0, side):
+        margin = part.told(rows @ (second - first) - (second.square().sum() - first.square().sum()) / 2)
+        if torch.equal(new_side := margin > 0, side):  # > 0: nearer to second
             break
         side = new_side
         if side.all() or not side.any():
             break
-        first, second = rows[~side].mean(dim=0), rows[side].mean(dim=0)
-    least = min(smallest_half, len(rows) // 2)
+        first, second = part.mean(~side), part.mean(side)
+    least = min(smallest_half, count // 2)
     size = int(side.sum())
-    if not least <= size <= len(rows) - least:
-        size = len(rows) // 2 if size in (0, len(rows)) else min(max(size, least), len(rows) - least)
+    if not least <= size <= count - least:
+        size = count // 2 if size in (0, count) else min(max(size, least), count - least)
         side = torch.zeros_like(side)
         side[torch.argsort(margin, descending=True, stable=True)[:size]] = True
     return side

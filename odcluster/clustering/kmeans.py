@@ -4,7 +4,8 @@ Promises: the same bits for the same seed, device and number of threads; no clus
 centroids are the means of their members on return; beside the rows, memory for a few numbers per row and one block.
 The labels are those of Lloyd's plain iterations: a row is not compared with a centroid only where the triangle
 inequality, with every rounding error counted at its worst, proves that the comparison would change nothing.
-Leaves to others: the normalisation of the rows, and what the clusters are for.
+Across ranks each clusters its own rows: sums and counts are added up once per iteration, and all ranks get the same
+centroids. Leaves to others: the normalisation of the rows, and what the clusters are for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from odcluster.data.randomness import Purpose, permutation
+from odcluster.ranks import SINGLE, Ranks
 
 # A block of scores of this many numbers (8 MB) stays in the caches and is not paged in anew for each product: faster
 # than all scores of 512 rows and 10,000 centroids at once, and it bounds memory at any N and C.
@@ -170,8 +172,8 @@ class Assignment:
     (Hamerly 2010, "Making k-means even faster", who has no second look at the few that still move far).
     """
 
-    def __init__(self, rows: Tensor, usable: Tensor | None) -> None:
-        self.rows, self.usable = rows, usable
+    def __init__(self, rows: Tensor, usable: Tensor | None, ranks: Ranks) -> None:
+        self.rows, self.usable, self.ranks = rows, usable, ranks
         self.labels = torch.full((len(rows),), -1, dtype=torch.int64, device=rows.device)
         self.distances = rows.new_zeros(len(rows))
         """Squared, to the own centroid."""
@@ -222,10 +224,22 @@ class Assignment:
         reach = self.longest + float(squared_norms(centroids).max()) ** 0.5
         return (2 * self.rows.shape[1] + 32) * torch.finfo(self.rows.dtype).eps * reach**2
 
-    def fill_empty_clusters(self, num_clusters: int) -> None:
-        repaired = repair_empty(self.labels, self.distances, num_clusters)
+    def fill_empty_clusters(self, num_clusters: int) -> Tensor:
+        """Returns the sizes of all clusters [C]; none is empty afterwards."""
+        sizes = self.ranks.sum(cluster_sizes(self.labels, num_clusters))
+        if bool((sizes > 0).all()):
+            return sizes
+        repaired = self.repaired(num_clusters)
         self.others[repaired != self.labels] = 0  # their old centroid is nearer than the new one
         self.labels = repaired
+        return self.ranks.sum(cluster_sizes(self.labels, num_clusters))
+
+    def repaired(self, num_clusters: int) -> Tensor:
+        """Which rows fill empty clusters depends on all ranks: they tell each other two numbers per row, this once."""
+        lengths = [int(length) for length in self.ranks.share(len(self.rows))]
+        labels, distances = (self.ranks.gather(values, lengths) for values in (self.labels, self.distances))
+        before = sum(lengths[: self.ranks.rank])
+        return repair_empty(labels, distances, num_clusters)[before : before + len(self.rows)]
 
 
 def cheapest_bound(room: Tensor, drift: Tensor) -> float:
@@ -248,39 +262,57 @@ def kmeans(
     *,
     iterations: int = 20,
     seed: int = 0,
+    attempt: int = 0,
     start: Tensor | None = None,
     usable: Tensor | None = None,
     poll: Callable[[int], None] | None = None,
+    ranks: Ranks = SINGLE,
 ) -> tuple[Tensor, Tensor]:
     """Cluster rows [N, D] into num_clusters; returns labels [N] and centroids [C, D].
 
-    Starts from the given rows (ids [C]), else from distinct ones drawn by the seed; runs Lloyd's iterations until
-    nothing changes or the given number is reached. Rows that are not usable [N] keep the label -1. `poll` is called
-    with the iteration before each one and several times a second: for progress, and to stop by raising.
+    Starts from the given rows (ids [C]), else from distinct ones drawn by the seed, other ones at each attempt; runs
+    Lloyd's iterations until nothing changes or the given number is reached. Rows that are not usable [N] keep the label
+    -1. `poll` is called with the iteration before each one and, with one rank, several times a second: for progress,
+    and to stop by raising, which all ranks must do alike. With several ranks, rows and labels are those of this one.
     """
-    num_usable = len(rows) if usable is None else int(usable.sum())
+    num_usable = ranks.total(len(rows) if usable is None else int(usable.sum()))
     if not 1 <= num_clusters <= num_usable:
         raise ValueError(f"{num_usable} rows cannot fill {num_clusters} clusters; use at most {num_usable} clusters")
     if start is None:
-        start = torch.from_numpy(permutation(seed, 0, num_usable, Purpose.KMEANS)[:num_clusters]).to(rows.device)
-        start = start if usable is None else usable.nonzero().flatten()[start]
-    centroids = rows[start].clone()
+        drawn = torch.from_numpy(permutation(seed, attempt, num_usable, Purpose.KMEANS)[:num_clusters])
+        centroids = numbered_rows(rows, usable, drawn.to(rows.device), ranks)
+    else:
+        centroids = rows[start].clone()
     sums = rows.new_zeros((num_clusters, rows.shape[1]), dtype=accumulator_dtype(rows.device))
-    assignment = Assignment(rows, usable)
+    assignment = Assignment(rows, usable, ranks)
     drift = None
     for iteration in range(max(1, iterations)):
         if poll is not None:
             poll(iteration)
         before = assignment.labels.clone()
-        assignment.compare(centroids, drift, None if poll is None else partial(poll, iteration))
-        assignment.fill_empty_clusters(num_clusters)
-        if torch.equal(assignment.labels, before):
+        within = None if poll is None or ranks.world_size > 1 else partial(poll, iteration)
+        assignment.compare(centroids, drift, within)
+        sizes = assignment.fill_empty_clusters(num_clusters)
+        if not ranks.any(not torch.equal(assignment.labels, before)):
             break
         move_rows(sums, rows, before, assignment.labels)
-        means = (sums / cluster_sizes(assignment.labels, num_clusters)[:, None]).to(rows.dtype)
+        totals = sums if ranks.world_size == 1 else ranks.sum(sums.clone())
+        means = (totals / sizes[:, None]).to(rows.dtype)
         drift = (means - centroids).norm(dim=1)
         centroids = means
     return assignment.labels, centroids
+
+
+def numbered_rows(rows: Tensor, usable: Tensor | None, numbers: Tensor, ranks: Ranks) -> Tensor:
+    """The rows of the given numbers, counted over the usable ones of all ranks."""
+    ids = torch.arange(len(rows), device=rows.device) if usable is None else usable.nonzero().flatten()
+    if ranks.world_size == 1:
+        return rows[ids[numbers]].clone()
+    first = sum(ranks.share(len(ids))[: ranks.rank])
+    places = ((numbers >= first) & (numbers < first + len(ids))).nonzero().flatten()
+    chosen = rows.new_zeros((len(numbers), rows.shape[1]))
+    chosen[places] = rows[ids[numbers[places] - first]]
+    return ranks.sum(chosen)
 
 
 def best_kmeans(
@@ -292,28 +324,28 @@ def best_kmeans(
     seed: int = 0,
     usable: Tensor | None = None,
     poll: Callable[[int], None] = lambda iteration: None,
+    ranks: Ranks = SINGLE,
 ) -> tuple[Tensor, Tensor]:
     """The clustering with the smallest squared distances of several, each from another start; the first is k-means'.
 
     `poll` hears the iteration, counted over all of them.
     """
-    ids = torch.arange(len(rows), device=rows.device) if usable is None else usable.nonzero().flatten()
     best, found = torch.inf, None
     for attempt in range(restarts):
-        drawn = permutation(seed, attempt, len(ids), Purpose.KMEANS)[:num_clusters]
-        start = ids[torch.from_numpy(drawn).to(rows.device)]
         before = attempt * iterations
         labels, centroids = kmeans(
             rows,
             num_clusters,
             iterations=iterations,
-            start=start,
+            seed=seed,
+            attempt=attempt,
             usable=usable,
             poll=lambda iteration, before=before: poll(before + iteration),  # type: ignore[misc]
+            ranks=ranks,
         )
         if restarts == 1:
             return labels, centroids
-        cost = float(own_distances(rows, centroids, labels).where(labels >= 0, 0.0).sum())
+        cost = float(ranks.sum(own_distances(rows, centroids, labels).where(labels >= 0, 0.0).sum()))
         if cost < best:
             best, found = cost, (labels, centroids)
     assert found is not None, "k-means needs finite rows, and at least one start"

@@ -8,17 +8,31 @@ never O(N): each cluster's *sum* and *count* follow its members as they come, go
 division away. Rounding of those sums is removed by `rebuild`. A non-finite feature never enters. The host never waits
 for the device in a step: what does not count is weighted with 0 or masked, not left out. Leaves to others: small
 clusters and loss weights (balance.py), learning (methods/).
+
+Across ranks, rank r owns a block of ids. It alone has their rows, moves them, and compares them with the centroids;
+sums are those of its own rows. Labels, counts and centroids are the same on all ranks, because all hear which labels an
+update gave and add up their sums where a centroid is recomputed. A step sends O(B) numbers (features aside, which the
+method gathers), a refresh O(D) for each recorded cluster.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from odcluster.clustering.kmeans import accumulator_dtype, add_rows, blocks, cluster_sums, nearest_centroids
+from odcluster.clustering.kmeans import (
+    accumulator_dtype,
+    add_rows,
+    blocks,
+    cluster_sizes,
+    cluster_sums,
+    nearest_centroids,
+)
 from odcluster.models.heads import l2_normalise
+from odcluster.ranks import SINGLE, Ranks
 
 UNSEEN = -1
 """Label of an image whose feature has not entered the memory yet: it belongs to no cluster and has no loss."""
@@ -27,12 +41,16 @@ UNSEEN = -1
 class Moves(NamedTuple):
     """What one update did to the samples memory, per place in the batch; all but the last place of an image, and those
     whose feature is not finite, have both labels UNSEEN: they do not count.
+
+    Labels are those of the whole batch, rows those of the places whose images this rank owns.
     """
 
     old_labels: Tensor
     new_labels: Tensor
     old_rows: Tensor
     new_rows: Tensor
+    places: Tensor | slice = slice(None)
+    """Which places of the batch the rows are of."""
 
     def change_ratio(self) -> Tensor:
         """Share of the images of the batch whose label changed (the paper's measure of stability)."""
@@ -40,23 +58,56 @@ class Moves(NamedTuple):
         return (self.old_labels != self.new_labels).sum() / counted.clamp(min=1)
 
 
+@dataclass(frozen=True)
+class Part:
+    """Of some images, the rows that this rank owns; alone, all of them."""
+
+    rows: Tensor
+    count: int
+    """Of all these images."""
+    at: Tensor
+    """Where the rows stand in the memory."""
+    places: Tensor | slice = field(default_factory=lambda: slice(None))
+    """Which of these images they are of."""
+    ranks: Ranks = SINGLE
+
+    def told(self, values: Tensor) -> Tensor:
+        """Of numbers about the rows, those about all these images, on all ranks."""
+        if self.ranks.world_size == 1:
+            return values
+        everywhere = values.new_zeros(self.count)
+        everywhere[self.places] = values
+        return self.ranks.sum(everywhere)
+
+    def row(self, place: Tensor | int) -> Tensor:
+        """The row of one of these images."""
+        if self.ranks.world_size == 1:
+            return self.rows[place]
+        assert isinstance(self.places, Tensor)
+        return self.ranks.sum((self.rows * (self.places == place)[:, None]).sum(dim=0))
+
+    def mean(self, chosen: Tensor) -> Tensor:
+        """The mean row of the chosen ones [count]."""
+        return self.ranks.sum(self.rows[chosen[self.places]].sum(dim=0)) / chosen.sum()
+
+
 class SamplesMemory(nn.Module):
-    """A feature row and a label for each of N images."""
+    """A feature row and a label for each of N images; of the rows, only those of this rank's own ids."""
 
     rows: Tensor
     labels: Tensor
 
-    def __init__(self, num_samples: int, dim: int, momentum: float) -> None:
+    def __init__(self, num_samples: int, dim: int, momentum: float, ranks: Ranks = SINGLE) -> None:
         super().__init__()
         if not 0 < momentum <= 1:
             raise ValueError(f"the memory momentum must lie in (0, 1], not {momentum}; the paper uses 0.5")
-        self.momentum = momentum
-        self.register_buffer("rows", torch.zeros(num_samples, dim))
+        self.momentum, self.ranks, self.own = momentum, ranks, ranks.own(num_samples)
+        self.register_buffer("rows", torch.zeros(self.own.stop - self.own.start, dim))
         self.register_buffer("labels", torch.full((num_samples,), UNSEEN, dtype=torch.int64))
 
     @torch.no_grad()
     def normalise(self, seen: Tensor) -> Tensor:
-        """Scale all rows to length 1, in place; returns which are usable [N]: seen and finite. The others become 0."""
+        """Scale the rows to length 1, in place; returns which are usable: seen and finite. The others become 0."""
         usable = seen.clone()
         for part, good in blocks(self.rows, usable):
             scaled = l2_normalise(part)
@@ -64,24 +115,46 @@ class SamplesMemory(nn.Module):
             part.copy_(torch.where(good[:, None], scaled, 0.0))
         return usable
 
+    @property
+    def own_labels(self) -> Tensor:
+        """Labels of the images whose rows are here."""
+        return self.labels[self.own]
+
+    def replace_labels(self, own_labels: Tensor) -> None:
+        """Labels of all images, each from the rank that owns it."""
+        self.labels.copy_(self.ranks.gather_blocks(own_labels, len(self.labels)))
+
     @torch.no_grad()
     def update(self, ids: Tensor, features: Tensor, centroids: Tensor) -> Moves:
-        """row <- m F/|F| + (1-m) row; label <- nearest centroid. Of an image twice in a batch the last counts."""
+        """row <- m F/|F| + (1-m) row; label <- nearest centroid. Of an image twice in a batch the last counts.
+
+        Ids and features are those of the whole batch, on every rank.
+        """
         last = last_occurrences(ids)  # earlier ones get its values: writing them twice is then in any order the same
         features = nn.functional.normalize(features.detach()[last].float(), dim=1)
         finite = features.sum(dim=1).isfinite()  # only if all terms are
-        old_rows, old_labels = self.rows[ids], self.labels[ids]
+        old_labels = self.labels[ids]
+        part = self.part(ids)
+        features, old_rows = features[part.places], part.rows
         new_rows = self.momentum * features + (1 - self.momentum) * old_rows
-        new_rows = torch.where((old_labels == UNSEEN)[:, None], features, new_rows)  # first visit: nothing to mix with
-        new_rows = torch.where(finite[:, None], new_rows, old_rows)
-        nearest, _, _ = nearest_centroids(new_rows, centroids)
+        unseen = (old_labels == UNSEEN)[part.places]
+        new_rows = torch.where(unseen[:, None], features, new_rows)  # first visit: nothing to mix with
+        new_rows = torch.where(finite[part.places][:, None], new_rows, old_rows)
+        nearest = part.told(nearest_centroids(new_rows, centroids)[0])
         new_labels = torch.where(finite, nearest[last], old_labels)
-        self.rows[ids] = new_rows
+        self.rows[part.at] = new_rows
         self.labels[ids] = new_labels
         counts = finite & (last == torch.arange(len(ids), device=ids.device))
-        return Moves(
-            torch.where(counts, old_labels, UNSEEN), torch.where(counts, new_labels, UNSEEN), old_rows, new_rows
-        )
+        old, new = (torch.where(counts, labels, UNSEEN) for labels in (old_labels, new_labels))
+        return Moves(old, new, old_rows, new_rows, part.places)
+
+    def part(self, ids: Tensor) -> Part:
+        """Of these images, the rows that are here."""
+        if self.ranks.world_size == 1:
+            return Part(self.rows[ids], len(ids), at=ids)
+        places = ((ids >= self.own.start) & (ids < self.own.stop)).nonzero().flatten()
+        at = ids[places] - self.own.start
+        return Part(self.rows[at], len(ids), at, places, self.ranks)
 
     def members(self, cluster: int) -> Tensor:
         """Ids of a cluster's members, by one scan of the labels."""
@@ -89,15 +162,18 @@ class SamplesMemory(nn.Module):
 
 
 class CentroidsMemory(nn.Module):
-    """The mean feature of each of C clusters, as of its last refresh, and the sums and counts it is made from."""
+    """The mean feature of each of C clusters, as of its last refresh, and the sums (of this rank's rows) and counts (of
+    all rows) that it is made from.
+    """
 
     centroids: Tensor
     sums: Tensor
     counts: Tensor
     recorded: Tensor
 
-    def __init__(self, num_clusters: int, dim: int) -> None:
+    def __init__(self, num_clusters: int, dim: int, ranks: Ranks = SINGLE) -> None:
         super().__init__()
+        self.ranks = ranks
         self.register_buffer("centroids", torch.zeros(num_clusters, dim))
         self.register_buffer("sums", torch.zeros(num_clusters, dim, dtype=torch.float64))
         self.register_buffer("counts", torch.zeros(num_clusters, dtype=torch.int64))
@@ -107,8 +183,8 @@ class CentroidsMemory(nn.Module):
     def move(self, moves: Moves) -> None:
         """Let sums and counts follow the members, and record the clusters that gained or lost one."""
         old, new = moves.old_labels, moves.new_labels
-        add_rows(self.sums, moves.old_rows, old, sign=-1)
-        add_rows(self.sums, moves.new_rows, new)
+        add_rows(self.sums, moves.old_rows, old[moves.places], sign=-1)
+        add_rows(self.sums, moves.new_rows, new[moves.places])
         one, changed = torch.ones_like(old)[:, None], (old != new)[:, None]
         add_rows(self.counts[:, None], one, old, sign=-1)
         add_rows(self.counts[:, None], one, new)
@@ -120,6 +196,10 @@ class CentroidsMemory(nn.Module):
     @torch.no_grad()
     def refresh(self) -> None:
         """Every recorded centroid becomes the mean of all its members' rows."""
+        if self.ranks.world_size > 1:  # only the sums of recorded clusters travel
+            self.refresh_clusters((self.recorded & (self.counts > 0)).nonzero().flatten())
+            self.recorded.zero_()
+            return
         due = (self.recorded & (self.counts > 0))[:, None]
         for sums, counts, centroids, here in blocks(self.sums, self.counts[:, None], self.centroids, due):
             centroids.copy_(torch.where(here, (sums / counts).to(centroids.dtype), centroids))
@@ -128,25 +208,31 @@ class CentroidsMemory(nn.Module):
     @torch.no_grad()
     def refresh_clusters(self, clusters: Tensor) -> None:
         """The given (non-empty) clusters' centroids become their members' means, and are recorded no more."""
-        means = self.sums[clusters] / self.counts[clusters, None]
+        means = self.ranks.sum(self.sums[clusters]) / self.counts[clusters, None]
         self.centroids[clusters] = means.to(self.centroids.dtype)
         self.recorded[clusters] = False
 
     @torch.no_grad()
     def rebuild(self, samples: SamplesMemory) -> None:
         """Sums and counts anew from the rows: removes the rounding that additions and subtractions leave behind."""
-        sums, counts = cluster_sums(samples.rows, samples.labels, len(self.counts))
+        counts = cluster_sizes(samples.labels, len(self.counts))
         assert torch.equal(counts, self.counts), "the counts no longer agree with the labels"
+        self.count_members(samples)
+
+    @torch.no_grad()
+    def count_members(self, samples: SamplesMemory) -> None:
+        """Sums and counts from the rows and labels as they are."""
+        sums, _ = cluster_sums(samples.rows, samples.own_labels, len(self.counts))
         self.sums.copy_(sums)
+        self.counts.copy_(cluster_sizes(samples.labels, len(self.counts)))
 
     @torch.no_grad()
     def fill(self, samples: SamplesMemory) -> None:
         """All of this memory from the samples memory: used once, after the initial clustering."""
-        sums, counts = cluster_sums(samples.rows, samples.labels, len(self.counts))
-        assert int(counts.min()) > 0, "an initial cluster is empty"
-        self.sums.copy_(sums)
-        self.counts.copy_(counts)
-        self.centroids.copy_(sums / counts[:, None])
+        self.count_members(samples)
+        assert int(self.counts.min()) > 0, "an initial cluster is empty"
+        for sums, counts, centroids in blocks(self.sums, self.counts[:, None], self.centroids):
+            centroids.copy_(self.ranks.sum(sums.clone()) / counts)
         self.recorded.zero_()
 
     def resize(self, num_clusters: int) -> None:
@@ -158,10 +244,8 @@ class CentroidsMemory(nn.Module):
     def relabel(self, samples: SamplesMemory, seen: Tensor) -> None:
         """Label all seen rows by the centroids as they are; sums and counts follow, a cluster may end up empty."""
         nearest, _, _ = nearest_centroids(samples.rows, self.centroids)
-        samples.labels.copy_(torch.where(seen, nearest, samples.labels))
-        sums, counts = cluster_sums(samples.rows, samples.labels, len(self.counts))
-        self.sums.copy_(sums)
-        self.counts.copy_(counts)
+        samples.replace_labels(torch.where(seen, nearest, samples.own_labels))
+        self.count_members(samples)
 
     def _load_from_state_dict(self, state_dict, prefix, *rest):  # type: ignore[no-untyped-def]
         # A run that makes fine clusters first has another number of them than its configuration says.

@@ -1,8 +1,8 @@
 """PCA, and PCA with whitening as DeepCluster prepares features for k-means (Caron et al. 2018, section 4).
 
 Promises: rows leave with mean 0 and, in every direction that carries more than rounding, variance 1; the same bits for
-the same rows on one machine; memory beside rows and result is one block and a D x D matrix, at any N. Leaves to others:
-the L2 normalisation that follows.
+the same rows on one machine; memory beside rows and result is one block and a D x D matrix, at any N. Across ranks,
+each has rows of its own, and moments are added up. Leaves to others: the L2 normalisation that follows.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import torch
 from torch import Tensor
 
 from odcluster.clustering.kmeans import BLOCK, accumulator_dtype
+from odcluster.ranks import SINGLE, Ranks
 
 
 @torch.no_grad()
-def pca_whiten(rows: Tensor, dim: int) -> Tensor:
+def pca_whiten(rows: Tensor, dim: int, ranks: Ranks = SINGLE) -> Tensor:
     """Project rows [N, D] on their first principal components, each scaled to variance 1: [N, min(dim, D, N - 1)]."""
-    mean, projection = whitening(rows, dim)
+    mean, projection = whitening(rows, dim, ranks)
     return _project(rows, mean, projection)
 
 
-def whitening(rows: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def whitening(rows: Tensor, dim: int, ranks: Ranks = SINGLE) -> tuple[Tensor, Tensor]:
     """Mean [D] and projection [D, d] that whiten these rows, and others like them."""
-    mean, covariance, components, variances = _components(rows, dim)
+    mean, covariance, components, variances = _components(rows, dim, ranks)
     # float32 rows carry a rounding error of about eps |x|: a direction with less variance than that is made of it
     # (dead channels, few distinct rows) and is not blown up to 1, but stays near 0.
     power = float(covariance.trace() + mean.square().sum())  # mean of |x|^2
@@ -31,17 +32,17 @@ def whitening(rows: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def pca(rows: Tensor, dim: int) -> Tensor:
+def pca(rows: Tensor, dim: int, ranks: Ranks = SINGLE) -> Tensor:
     """Project rows [N, D] on their first principal components as they are: [N, min(dim, D, N - 1)]."""
-    mean, _, components, _ = _components(rows, dim)
+    mean, _, components, _ = _components(rows, dim, ranks)
     return _project(rows, mean, components)
 
 
-def _components(rows: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_rows, width = rows.shape
+def _components(rows: Tensor, dim: int, ranks: Ranks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_rows, width = ranks.total(len(rows)), rows.shape[1]
     if num_rows < 2 or dim < 1:
         raise ValueError(f"{num_rows} row(s) in {dim} dimension(s) have no variance; pass at least 2 rows and dim 1")
-    mean, covariance = mean_and_covariance(rows.split(max(1, BLOCK // width)))
+    mean, covariance = mean_and_covariance(rows.split(max(1, BLOCK // width)), ranks)
     return mean, covariance, *principal_components(covariance, min(dim, width, num_rows - 1))
 
 
@@ -54,15 +55,16 @@ def _project(rows: Tensor, mean: Tensor, projection: Tensor) -> Tensor:
     return projected
 
 
-def mean_and_covariance(blocks: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def mean_and_covariance(blocks: tuple[Tensor, ...], ranks: Ranks = SINGLE) -> tuple[Tensor, Tensor]:
     """Mean [D] and covariance [D, D] of all rows, in float64 and in two passes: features far from 0 lose nothing."""
     dtype = accumulator_dtype(blocks[0].device)
-    num_rows = sum(len(block) for block in blocks)
-    mean = torch.stack([block.sum(dim=0, dtype=dtype) for block in blocks]).sum(dim=0) / num_rows
+    num_rows = ranks.total(sum(len(block) for block in blocks))
+    mean = ranks.sum(torch.stack([block.sum(dim=0, dtype=dtype) for block in blocks]).sum(dim=0)) / num_rows
     covariance = mean.new_zeros((len(mean), len(mean)))
     for block in blocks:
         centred = block.to(dtype) - mean
         covariance.addmm_(centred.T, centred)
+    covariance = ranks.sum(covariance)
     assert bool(covariance.isfinite().all()), "PCA needs finite rows"
     return mean, covariance / (num_rows - 1)
 

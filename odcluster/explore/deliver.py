@@ -37,8 +37,8 @@ CURVES = {
 }
 
 
-def deliver(run: Run, config: Config, source: Source, method: Method) -> list[str]:
-    """Write the files of a finished run; returns sentences for people."""
+def deliver(run: Run, config: Config, source: Source, method: Method, similarities: Similarities | None) -> list[str]:
+    """Write the files of a finished run; returns sentences for people. For `similarities` see `similarities_of`."""
     provenance = {
         "method": config.method,
         "recipe": config.recipe,
@@ -47,13 +47,13 @@ def deliver(run: Run, config: Config, source: Source, method: Method) -> list[st
     }
     export_backbone(cast(Backbone, method.backbone), run.backbone, provenance=provenance)
     sentences = []
+    if isinstance(method, ODC | DeepCluster):
+        assert similarities is not None
+        counts = method.centroids.counts if isinstance(method, ODC) else method.samples.counts
+        labels = method.samples.labels.cpu().numpy()
+        sentences += deliver_clusters(run, source, labels, similarities, counts.cpu())
     if isinstance(method, ODC):
-        similarities, counts = odc_similarities(method), method.centroids.counts.cpu()
-        sentences += deliver_clusters(run, source, method.samples.labels.cpu().numpy(), similarities, counts)
         sentences += compare_with_kmeans(run, method)
-    elif isinstance(method, DeepCluster):
-        similarities, counts = method.samples.similarities.cpu().numpy(), method.samples.counts.cpu()
-        sentences += deliver_clusters(run, source, method.samples.labels.cpu().numpy(), similarities, counts)
     draw_training(run)
     sentences.append(f"curves: {run.path / 'curves.png'}")
     sentences.append(f"backbone: {run.backbone}")
@@ -95,11 +95,16 @@ def compare_with_kmeans(run: Run, method: ODC) -> list[str]:
     return [f"{ours:.0%} of neighbouring images share a cluster; k-means alone has {plain:.0%}{verdict}"]
 
 
-def odc_similarities(method: ODC) -> Similarities:
-    """Cosine of every image's row to the centroid of its cluster."""
+def similarities_of(method: Method) -> Similarities | None:
+    """Cosine of every image's row to the centroid of its cluster, from all ranks; None where there are no clusters."""
+    if isinstance(method, DeepCluster):
+        return method.samples.similarities.cpu().numpy()
+    if not isinstance(method, ODC):
+        return None
     rows = torch.nn.functional.normalize(method.samples.rows.cpu(), dim=1)
     centroids = torch.nn.functional.normalize(method.centroids.centroids.cpu(), dim=1)
-    return (rows * centroids[method.samples.labels.cpu().clamp(min=0)]).sum(dim=1).numpy()
+    own = (rows * centroids[method.samples.own_labels.cpu().clamp(min=0)]).sum(dim=1)
+    return method.ranks.gather_blocks(own, len(method.samples.labels)).numpy()
 
 
 def draw_training(run: Run) -> None:

@@ -33,6 +33,7 @@ from odcluster.errors import DataError
 from odcluster.methods.interface import Batch, Outcome, Survey
 from odcluster.methods.pretext import Pretext
 from odcluster.models.backbones import Backbone
+from odcluster.ranks import SINGLE, Ranks
 
 BIN_SIZE = 10
 NEIGHBOURS = 5
@@ -153,9 +154,9 @@ class Colorization(Pretext):
     prior: Tensor
     weights: Tensor
 
-    def __init__(self, backbone: Backbone, num_samples: int, config: Config) -> None:
+    def __init__(self, backbone: Backbone, num_samples: int, config: Config, ranks: Ranks = SINGLE) -> None:
         assert backbone.in_channels == 3, "colorization repeats the lightness over three channels"
-        super().__init__(backbone, config)
+        super().__init__(backbone, config, ranks)
         centres = ab_bins()
         num_bins = len(centres)
         self.head = ColorizationHead(stage_widths(backbone), num_bins)
@@ -170,7 +171,7 @@ class Colorization(Pretext):
         if epoch != 0:
             return {}
         rows, seen = survey.features(self.histogram)
-        prior = (seen.to(rows.dtype) @ rows) / seen.sum()
+        prior = self.ranks.sum(seen.to(rows.dtype) @ rows) / self.ranks.sum(seen.sum())
         grey = int(self.centres.square().sum(dim=1).argmin())
         if float(prior[grey]) > 1 - 1e-6:
             raise DataError("all images are grey, so there are no colours to predict; choose another --method")
@@ -198,7 +199,7 @@ class Colorization(Pretext):
         logits = self.head(self.backbone.stages(grey), ab.shape[-1]).float()  # [V B, Q, side, side]
         self.accuracy = (logits.detach().argmax(dim=1) == bins[:, 0]).float().mean()
         losses = -(shares * logits.log_softmax(dim=1).gather(1, bins)).sum(dim=1)
-        return Outcome((self.weights[bins[:, 0]] * losses).mean())
+        return Outcome(batch.fair((self.weights[bins[:, 0]] * losses).mean()))
 
 
 @torch.no_grad()

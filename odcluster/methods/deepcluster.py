@@ -27,20 +27,21 @@ from odcluster.config import Config
 from odcluster.data.order import uniform_over_clusters
 from odcluster.errors import DataError
 from odcluster.methods.interface import Batch, Outcome, Phase, Survey
-from odcluster.methods.odc import weighted_cross_entropy
+from odcluster.methods.odc import used_weights, weighted_cross_entropy
 from odcluster.methods.pretext import whole_run
 from odcluster.models.backbones import Backbone
 from odcluster.models.heads import LinearClassifier, l2_normalise
 from odcluster.models.sobel import Sobel
+from odcluster.ranks import SINGLE, Ranks
 
 
 class DeepCluster(nn.Module):
     """Sobel filter, backbone and classifier; the labels of the epoch."""
 
-    def __init__(self, backbone: Backbone, num_samples: int, config: Config) -> None:
+    def __init__(self, backbone: Backbone, num_samples: int, config: Config, ranks: Ranks = SINGLE) -> None:
         super().__init__()
         assert config.clusters is not None, "the configuration is not resolved"
-        self.config = config
+        self.config, self.ranks = config, ranks
         self.sobel = Sobel() if config.deepcluster.sobel else nn.Identity()
         self.backbone = backbone
         assert backbone.in_channels == (2 if config.deepcluster.sobel else 3), "Sobel gives the backbone two channels"
@@ -53,10 +54,13 @@ class DeepCluster(nn.Module):
     def begin_epoch(self, epoch: int, survey: Survey) -> Mapping[str, float]:
         """New labels for all images and a new classifier; nothing changes before the last chance to stop."""
         rows, seen = survey.features(self.features)
-        labels = torch.full_like(self.samples.labels, UNSEEN)
         seen = seen & rows.sum(dim=1).isfinite()  # a sum is finite only if all its terms are
-        similarities = torch.zeros_like(self.samples.similarities)
+        labels = torch.full_like(seen, UNSEEN, dtype=torch.int64)
+        similarities = torch.zeros_like(seen, dtype=torch.float32)
         labels[seen], similarities[seen] = self.cluster(rows if bool(seen.all()) else rows[seen], epoch, survey)
+        labels, similarities = (
+            self.ranks.gather_blocks(own, len(self.samples.labels)) for own in (labels, similarities)
+        )
         comparable = bool(((labels != UNSEEN) & (self.samples.labels != UNSEEN)).any())
         stability = {"nmi_previous": nmi(labels, self.samples.labels)} if comparable else {}
         self.samples.assign(labels, similarities)
@@ -67,17 +71,18 @@ class DeepCluster(nn.Module):
         """k-means of the whitened, normalised features [n, D]: labels and cosines to the centroid, both [n]."""
         num_clusters, iterations = len(self.samples.counts), self.config.clustering.kmeans_iterations
         assert self.config.dim is not None, "the configuration is not resolved"
-        check_room(len(rows), num_clusters, 0)
-        if num_clusters > 1 and all_alike(rows):
+        check_room(self.ranks.total(len(rows)), num_clusters, 0)
+        if num_clusters > 1 and all_alike(rows, self.ranks):
             raise DataError("all images give the same feature, so there is nothing to cluster; are they all identical?")
         survey.poll("PCA", 0, 1)
-        whitened = l2_normalise(pca_whiten(rows, self.config.dim))
+        whitened = l2_normalise(pca_whiten(rows, self.config.dim, self.ranks))
         labels, centroids = kmeans(
             whitened,
             num_clusters,
             iterations=iterations,
             seed=epoch_seed(self.config.seed, epoch),
             poll=lambda iteration: survey.poll("k-means", iteration, iterations),
+            ranks=self.ranks,
         )
         survey.poll("k-means", iterations, iterations)
         return labels, (whitened * l2_normalise(centroids)[labels]).sum(dim=1)
@@ -105,15 +110,18 @@ class DeepCluster(nn.Module):
 
     def forward(self, batch: Batch) -> Outcome:
         logits = self.classifier(self.features(batch.images.flatten(0, 1))).float()  # [V B, C]
-        labels = self.samples.labels[batch.ids].repeat(len(batch.images))
+        labels, all_labels = (
+            self.samples.labels[ids].repeat(len(batch.images)) for ids in (batch.ids, batch.whole_ids)
+        )
         counts = self.samples.counts
         weighted = self.config.deepcluster.balance == "weights"
         weights = loss_weights(counts) if weighted else torch.ones_like(counts, dtype=logits.dtype)
         self.accuracy = (logits.detach().argmax(dim=1) == labels).float().mean()
-        return Outcome(weighted_cross_entropy(logits, labels, weights))
+        used = used_weights(all_labels, weights) / self.ranks.world_size
+        return Outcome(weighted_cross_entropy(logits, labels, weights, used))
 
     def after_step(self, batch: Batch, outcome: Outcome) -> Mapping[str, Tensor | float]:
-        return {"accuracy": self.accuracy}
+        return {"accuracy": batch.mean_of_all(self.accuracy)}
 
     def end_epoch(self, epoch: int) -> None:
         return None
@@ -155,7 +163,7 @@ def epoch_seed(seed: int, epoch: int) -> int:
     return seed + 1_000_003 * (epoch + 1)
 
 
-def all_alike(rows: Tensor) -> bool:
+def all_alike(rows: Tensor, ranks: Ranks = SINGLE) -> bool:
     """Whether no feature differs between images by more than rounding."""
-    highest, lowest = rows.amax(dim=0), rows.amin(dim=0)
+    highest, lowest = ranks.max(rows.amax(dim=0)), -ranks.max(-rows.amin(dim=0))
     return bool((highest - lowest).max() <= 1e-5 * torch.maximum(highest.abs(), lowest.abs()).max())

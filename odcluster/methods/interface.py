@@ -11,23 +11,58 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+
+from odcluster.ranks import SINGLE, Ranks
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Images of one step, normalised and on the device."""
+    """Images of one step, normalised and on the device; across ranks, this rank's part of them."""
 
     ids: Tensor  # [B], which images
     images: Tensor  # [V, B, 3, H, W], V views of each
     epoch: int
     step: int
+    everyone: Tensor | None = None
+    """The ids of all ranks, in their order; None: there is only this one."""
+    sizes: tuple[int, ...] = ()
+    """How many of them each rank has."""
+    ranks: Ranks = SINGLE
+
+    @property
+    def whole_ids(self) -> Tensor:
+        """The ids of the whole batch."""
+        return self.ids if self.everyone is None else self.everyone
+
+    def places(self, num_views: int) -> Tensor:
+        """Places of this rank's views [V B] among all views of the whole batch."""
+        if self.everyone is None:
+            return torch.arange(num_views * len(self.ids), device=self.ids.device)
+        within = torch.arange(len(self.ids), device=self.ids.device) + sum(self.sizes[: self.ranks.rank])
+        return (torch.arange(num_views, device=self.ids.device)[:, None] * len(self.everyone) + within).flatten()
+
+    def fair(self, mean: Tensor) -> Tensor:
+        """A mean over this rank's images, weighted so that the mean of all ranks' is that over the whole batch."""
+        if self.everyone is None:
+            return mean
+        return mean * (len(self.ids) * self.ranks.world_size / len(self.everyone))
+
+    def mean_of_all(self, mean: Tensor) -> Tensor:
+        """The mean over the whole batch of what this rank knows for its images."""
+        if self.everyone is None:
+            return mean
+        return self.ranks.sum(self.fair(mean.detach())) / self.ranks.world_size
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The loss to minimise, and the detached features that the memory needs (None: no memory in this phase)."""
+    """The loss to minimise, and the detached features that the memory needs (None: no memory in this phase).
+
+    The mean of all ranks' losses is the loss of the whole batch.
+    """
 
     loss: Tensor
     features: Tensor | None = None  # [B, D]
@@ -51,7 +86,8 @@ class Survey(Protocol):
     def features(self, embed: Callable[[Tensor], Tensor], out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Evaluation view of every image through `embed`, in evaluation mode: rows [N, D], and which were read [N].
 
-        The rows are those of `out`, if given: a table of features may be most of the memory there is.
+        The rows are those of `out`, if given: a table of features may be most of the memory there is. Across ranks,
+        all of this is about the images that the rank owns.
         """
 
     def calibrate(self, network: nn.Module, embed: Callable[[Tensor], Tensor], num_batches: int) -> None:

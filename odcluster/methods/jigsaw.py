@@ -31,6 +31,7 @@ from odcluster.methods.interface import Batch, Outcome
 from odcluster.methods.pretext import Pretext
 from odcluster.models.backbones import Backbone
 from odcluster.models.heads import LinearClassifier
+from odcluster.ranks import SINGLE, Ranks
 
 GRID = 3
 TILES = GRID * GRID
@@ -153,8 +154,8 @@ class Jigsaw(Pretext):
 
     permutations: Tensor
 
-    def __init__(self, backbone: Backbone, num_samples: int, config: Config) -> None:
-        super().__init__(backbone, config)
+    def __init__(self, backbone: Backbone, num_samples: int, config: Config, ranks: Ranks = SINGLE) -> None:
+        super().__init__(backbone, config, ranks)
         self.view_size = config.augmentation.crop_size or config.image_size or backbone.image_size
         self.cell, self.tile = tile_geometry(self.view_size)
         self.input_size = tile_input_size(backbone, self.tile)
@@ -187,4 +188,4 @@ class Jigsaw(Pretext):
         features = self.backbone(flat).unflatten(0, (-1, TILES))  # [V B, 9, F]
         logits = self.head(features.flatten(1)).float()
         self.accuracy = (logits.detach().argmax(dim=1) == labels).float().mean()
-        return Outcome(functional.cross_entropy(logits, labels))
+        return Outcome(batch.fair(functional.cross_entropy(logits, labels)))

@@ -18,6 +18,7 @@ from odcluster.methods.interface import Batch, Outcome
 from odcluster.methods.pretext import Pretext
 from odcluster.models.backbones import Backbone
 from odcluster.models.heads import LinearClassifier
+from odcluster.ranks import SINGLE, Ranks
 
 
 class Labels(Pretext):
@@ -25,8 +26,8 @@ class Labels(Pretext):
 
     labels: Tensor
 
-    def __init__(self, backbone: Backbone, num_samples: int, config: Config) -> None:
-        super().__init__(backbone, config)
+    def __init__(self, backbone: Backbone, num_samples: int, config: Config, ranks: Ranks = SINGLE) -> None:
+        super().__init__(backbone, config, ranks)
         assert config.clusters is not None, "the configuration is not resolved"
         self.head = LinearClassifier(backbone.num_features, config.clusters)
         labels = torch.full((num_samples,), UNSEEN, dtype=torch.int64)
@@ -40,6 +41,7 @@ class Labels(Pretext):
         logits = self.head(self.backbone(batch.images.flatten(0, 1))).float()
         labels = self.labels[batch.ids].repeat(len(batch.images))
         self.accuracy = (logits.detach().argmax(dim=1) == labels).float().mean()
-        known = (labels != UNSEEN).sum().clamp(min=1)  # a batch without any label has nothing to teach
+        whole = self.labels[batch.whole_ids].repeat(len(batch.images))
+        known = (whole != UNSEEN).sum().clamp(min=1)  # a batch without any label has nothing to teach
         losses = functional.cross_entropy(logits, labels, ignore_index=UNSEEN, reduction="sum")
-        return Outcome(losses / known)
+        return Outcome(losses * self.ranks.world_size / known)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from odcluster.clustering.balance import check_room, handle_small_clusters, loss_weights
-from odcluster.clustering.kmeans import best_kmeans, own_distances
+from odcluster.clustering.kmeans import best_kmeans, numbered_rows, own_distances
 from odcluster.clustering.memory import UNSEEN, CentroidsMemory, SamplesMemory
 from odcluster.clustering.neighbours import agreement_of_neighbours, nearest_neighbours
 from odcluster.clustering.pca import pca
@@ -32,6 +33,7 @@ from odcluster.methods.interface import Batch, Outcome, Phase, Survey
 from odcluster.methods.rotation import one_turn_each
 from odcluster.models.backbones import Backbone
 from odcluster.models.heads import LinearClassifier, Neck, RotationHead, l2_normalise, prototype_logits
+from odcluster.ranks import SINGLE, Ranks
 
 PLAIN_AGREEMENT = "neighbours_agree_kmeans"
 """Share of neighbours in one cluster when k-means alone makes as many clusters of the frozen features."""
@@ -45,11 +47,11 @@ class ODC(nn.Module):
 
     neighbours: Tensor
 
-    def __init__(self, backbone: Backbone, num_samples: int, config: Config) -> None:
+    def __init__(self, backbone: Backbone, num_samples: int, config: Config, ranks: Ranks = SINGLE) -> None:
         super().__init__()
         assert config.clusters is not None, "the configuration is not resolved"
         assert config.dim is not None, "the configuration is not resolved"
-        self.config = config
+        self.config, self.ranks = config, ranks
         self.backbone = backbone
         self.frozen = bool(config.fine_tuning.frozen)
         self.neck = Neck(backbone.num_features, config.head, config.dim, input_norm=self.frozen)
@@ -58,8 +60,8 @@ class ODC(nn.Module):
         self.warm_epochs, self.fine_epochs = warm_epochs(config), fine_epochs(config)
         turns = self.warm_epochs or (config.companions.rotation_weight and not self.frozen)
         self.rotation_head = RotationHead(backbone.num_features) if turns else None
-        self.samples = SamplesMemory(num_samples, config.dim, config.clustering.memory_momentum)
-        self.centroids = CentroidsMemory(config.clusters, config.dim)
+        self.samples = SamplesMemory(num_samples, config.dim, config.clustering.memory_momentum, ranks)
+        self.centroids = CentroidsMemory(config.clusters, config.dim, ranks)
         if self.frozen and config.clustering.neighbours:
             self.register_buffer(
                 "neighbours", torch.zeros(num_samples, config.clustering.neighbours, dtype=torch.int64)
@@ -104,13 +106,14 @@ class ODC(nn.Module):
         except BaseException:
             self.samples.rows.zero_()  # stopped or refused: all of this is done again
             raise
-        self.samples.labels.copy_(labels)
+        self.samples.replace_labels(labels)
         self.centroids.resize(num_clusters)
         self.centroids.fill(self.samples)
         handled = self.handle_small_clusters(step=-1)
         told = {"initial_small_clusters": float(handled), **self.health()}
         if first and self.frozen and self.config.clustering.neighbours:
             plain = labels if not self.fine_epochs else self.first_labels(rows, usable, self.config.clusters, survey)
+            plain = self.ranks.gather_blocks(plain, len(self.samples.labels))
             told[PLAIN_AGREEMENT] = agreement_of_neighbours(self.neighbours, plain)
         return told
 
@@ -118,20 +121,21 @@ class ODC(nn.Module):
         """What the frozen backbone itself says of all images: better first clusters than a random neck's, and who is
         near whom.
         """
-        rows = l2_normalise(pca(features, FROZEN_DIM))
+        rows = l2_normalise(pca(features, FROZEN_DIM, self.ranks))
         rows[~usable] = 0
-        if (k := self.config.clustering.neighbours) and int(usable.sum()) > 1:
+        if (k := self.config.clustering.neighbours) and self.ranks.total(int(usable.sum())) > 1:
             poll = partial(survey.poll, "nearest neighbours", total=len(rows))
-            self.neighbours.copy_(nearest_neighbours(rows, k, usable=usable, poll=poll))
+            found = nearest_neighbours(rows, k, usable=usable, poll=poll, ranks=self.ranks)
+            self.neighbours.copy_(self.ranks.gather_blocks(found, len(self.neighbours)))
         return rows
 
     def first_labels(self, rows: Tensor, usable: Tensor, num_clusters: int, survey: Survey) -> Tensor:
         """k-means on the rows where they lie; images that are not usable have no label."""
         settings = self.config.clustering
         iterations = settings.kmeans_iterations
-        if num_clusters > 1 and all_alike(rows, usable):
+        if num_clusters > 1 and all_alike(rows, usable, self.ranks):
             raise DataError("all images give the same feature, so there is nothing to cluster; are they all identical?")
-        check_room(int(usable.sum()), num_clusters, self.small(num_clusters))
+        check_room(self.ranks.total(int(usable.sum())), num_clusters, self.small(num_clusters))
         labels, _ = best_kmeans(
             rows,
             num_clusters,
@@ -140,6 +144,7 @@ class ODC(nn.Module):
             restarts=settings.kmeans_restarts,
             usable=None if bool(usable.all()) else usable,
             poll=partial(survey.poll, "k-means", total=iterations * settings.kmeans_restarts),
+            ranks=self.ranks,
         )
         survey.poll("k-means", iterations * settings.kmeans_restarts, iterations * settings.kmeans_restarts)
         return labels
@@ -161,40 +166,50 @@ class ODC(nn.Module):
     def forward(self, batch: Batch) -> Outcome:
         views = batch.images.flatten(0, 1)  # [V B, 3, H, W]
         if batch.epoch < self.warm_epochs:
-            return Outcome(self.rotation_loss(views))
+            return Outcome(self.rotation_loss(views, batch))
         features = self.embed(views).float()  # [V B, D]
-        labels = torch.cat([self.labels_to_learn(batch, view) for view in range(len(batch.images))])
         weights = loss_weights(self.centroids.counts)
-        loss = weighted_cross_entropy(self.logits(features), labels, weights)
+        loss = self.cluster_loss(features, batch, weights)
         if (weight := self.config.companions.instance_weight) and len(batch.images) > 1:
-            loss = loss + weight * self.instance_loss(features, len(batch.images))
+            loss = loss + weight * self.instance_loss(features, batch)
         if (weight := self.config.companions.rotation_weight) and not self.frozen:
-            loss = loss + weight * self.rotation_loss(batch.images[batch.step % len(batch.images)])
+            loss = loss + weight * self.rotation_loss(batch.images[batch.step % len(batch.images)], batch)
         averaged = l2_normalise(features.detach()).unflatten(0, batch.images.shape[:2]).mean(dim=0)  # [B, D]
         return Outcome(loss, averaged)
 
-    def rotation_loss(self, views: Tensor) -> Tensor:
+    def cluster_loss(self, features: Tensor, batch: Batch, weights: Tensor) -> Tensor:
+        """Weighted cross-entropy of all views; the weights used are those of the whole batch."""
+        labels = self.labels_to_learn(batch, batch.ids)
+        used = None
+        if batch.everyone is not None:
+            used = used_weights(self.labels_to_learn(batch, batch.everyone), weights) / self.ranks.world_size
+        return weighted_cross_entropy(self.logits(features), labels, weights, used)
+
+    def rotation_loss(self, views: Tensor, batch: Batch) -> Tensor:
         """By how many quarter turns each view was turned."""
         assert self.rotation_head is not None
-        turned, quarters = one_turn_each(views)
-        return functional.cross_entropy(self.rotation_head(self.backbone(turned)).float(), quarters)
+        turned, quarters = one_turn_each(views, batch.places(len(views) // len(batch.ids)))
+        return batch.fair(functional.cross_entropy(self.rotation_head(self.backbone(turned)).float(), quarters))
 
-    def instance_loss(self, features: Tensor, num_views: int) -> Tensor:
-        """Whose view it is: the next view of the same image against all other views of the batch."""
-        temperature = self.config.companions.instance_temperature
-        logits = prototype_logits(features, features, temperature)  # [V B, V B]
-        logits = logits.masked_fill(torch.eye(len(logits), dtype=torch.bool, device=logits.device), -torch.inf)
-        batch_size = len(features) // num_views
-        targets = (torch.arange(len(features), device=features.device) + batch_size) % len(features)
-        return functional.cross_entropy(logits, targets)
+    def instance_loss(self, features: Tensor, batch: Batch) -> Tensor:
+        """Whose view it is: the next view of the same image against all other views of the whole batch."""
+        temperature, own = self.config.companions.instance_temperature, batch.places(len(batch.images))
+        everyone = gather_with_gradient(features, batch)  # [V B of all ranks, D]
+        logits = prototype_logits(features, everyone, temperature)
+        itself = own[:, None] == torch.arange(len(everyone), device=own.device)
+        logits = logits.masked_fill(itself, -torch.inf)
+        targets = (own + len(batch.whole_ids)) % len(everyone)
+        return batch.fair(functional.cross_entropy(logits, targets))
 
-    def labels_to_learn(self, batch: Batch, view: int) -> Tensor:
-        """The images' own labels as they stood before this step, or those of a neighbour of each."""
-        ids = batch.ids
-        if self.frozen and (k := self.config.clustering.neighbours):
+    def labels_to_learn(self, batch: Batch, ids: Tensor) -> Tensor:
+        """Labels [V B] as they stood before this step, for each view: the images' own, or those of a neighbour."""
+        if not self.frozen or not (k := self.config.clustering.neighbours):
+            return self.samples.labels[ids].repeat(len(batch.images))
+        views = []
+        for view in range(len(batch.images)):
             draws = uniforms(self.config.seed, Purpose.NEIGHBOUR, batch.epoch, ids.cpu().numpy(), view, 1)[:, 0]
-            ids = self.neighbours[ids, torch.from_numpy((draws * k).astype(np.int64)).to(ids.device)]
-        return self.samples.labels[ids]
+            views.append(self.neighbours[ids, torch.from_numpy((draws * k).astype(np.int64)).to(ids.device)])
+        return self.samples.labels[torch.cat(views)]
 
     def logits(self, features: Tensor) -> Tensor:
         if self.classifier is not None:
@@ -205,7 +220,8 @@ class ODC(nn.Module):
         if outcome.features is None:
             return {}
         self.samples.momentum = self.memory_momentum(batch.epoch)
-        moves = self.samples.update(batch.ids, outcome.features, self.centroids.centroids)
+        features = self.ranks.gather(outcome.features, batch.sizes)
+        moves = self.samples.update(batch.whole_ids, features, self.centroids.centroids)
         self.centroids.move(moves)
         if (batch.step + 1) % self.config.clustering.update_interval == 0:
             self.centroids.refresh()
@@ -248,6 +264,7 @@ class ODC(nn.Module):
         usable = seen & features.isfinite().all(dim=1)
         rows = self.frozen_rows(features, survey, usable)
         plain = self.first_labels(rows, usable, self.config.clusters or 1, survey)
+        plain = self.ranks.gather_blocks(plain, len(self.samples.labels))
         return {PLAIN_AGREEMENT: agreement_of_neighbours(self.neighbours, plain)}
 
     def health(self) -> Mapping[str, float]:
@@ -269,15 +286,47 @@ def fine_epochs(config: Config) -> int:
     return min(round(config.warm_start.fine_share * config.epochs), config.epochs - 1 - warm_epochs(config))
 
 
-def all_alike(rows: Tensor, usable: Tensor) -> bool:
+def all_alike(rows: Tensor, usable: Tensor, ranks: Ranks = SINGLE) -> bool:
     """Whether no usable row (they have length 1) lies farther than rounding from the first of them."""
-    first = rows[usable.int().argmax()][None]
-    return bool((own_distances(rows, first, torch.zeros_like(usable, dtype=torch.int64)) < 1e-10)[usable].all())
+    if ranks.total(int(usable.sum())) == 0:
+        return True
+    first = numbered_rows(rows, usable, torch.zeros(1, dtype=torch.int64, device=rows.device), ranks)
+    alike = own_distances(rows, first, torch.zeros_like(usable, dtype=torch.int64)) < 1e-10
+    return not ranks.any(not bool(alike[usable].all()))
 
 
-def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """Cross-entropy weighted per class, over the sum of the weights used; images without a label have no part."""
-    known = labels != UNSEEN
+def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor, used: Tensor | None = None) -> Tensor:
+    """Cross-entropy weighted per class, over the sum of the weights used (these, if not given); images without a
+    label have no part.
+    """
     losses = functional.cross_entropy(logits, labels, weight=weights, ignore_index=UNSEEN, reduction="sum")
-    used = torch.where(known, weights[labels.clamp(min=0)], 0.0).sum()
+    used = used_weights(labels, weights) if used is None else used
     return losses / used.clamp(min=torch.finfo(used.dtype).tiny)
+
+
+def used_weights(labels: Tensor, weights: Tensor) -> Tensor:
+    """The sum of the weights of these labels."""
+    return torch.where(labels != UNSEEN, weights[labels.clamp(min=0)], 0.0).sum()
+
+
+def gather_with_gradient(features: Tensor, batch: Batch) -> Tensor:
+    """Features [V B, D] of all ranks, view by view and in the order of the batch; gradients flow back to their rank."""
+    if batch.everyone is None:
+        return features
+    views = features.unflatten(0, batch.images.shape[:2]).transpose(0, 1)  # [B, V, D]: a rank's images stay together
+    return cast(Tensor, GatherWithGradient.apply(views, batch)).transpose(0, 1).flatten(0, 1)
+
+
+class GatherWithGradient(torch.autograd.Function):
+    """Tensors of all ranks; each gets back the sum of what the losses of all ranks say about its own."""
+
+    @staticmethod
+    def forward(context: Any, own: Tensor, batch: Batch) -> Tensor:
+        context.batch = batch
+        return batch.ranks.gather(own, batch.sizes)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ranks, sizes = context.batch.ranks, context.batch.sizes
+        first = sum(sizes[: ranks.rank])
+        return ranks.sum(gradient.contiguous())[first : first + sizes[ranks.rank]], None

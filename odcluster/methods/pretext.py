@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from odcluster.config import Config
 from odcluster.methods.interface import Batch, Outcome, Phase, Survey
 from odcluster.models.backbones import Backbone
+from odcluster.ranks import SINGLE, Ranks
 
 
 class Pretext(nn.Module):
@@ -16,9 +17,9 @@ class Pretext(nn.Module):
 
     accuracy: Tensor
 
-    def __init__(self, backbone: Backbone, config: Config) -> None:
+    def __init__(self, backbone: Backbone, config: Config, ranks: Ranks = SINGLE) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.ranks = config, ranks
         self.backbone = backbone
 
     def phases(self) -> list[Phase]:
@@ -34,7 +35,7 @@ class Pretext(nn.Module):
         return []
 
     def after_step(self, batch: Batch, outcome: Outcome) -> Mapping[str, Tensor | float]:
-        return {"accuracy": self.accuracy}
+        return {"accuracy": batch.mean_of_all(self.accuracy)}
 
     def end_epoch(self, epoch: int) -> None:
         return None

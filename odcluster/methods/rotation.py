@@ -11,6 +11,7 @@ from odcluster.methods.interface import Batch, Outcome
 from odcluster.methods.pretext import Pretext
 from odcluster.models.backbones import Backbone
 from odcluster.models.heads import RotationHead
+from odcluster.ranks import SINGLE, Ranks
 
 TURNS = 4
 
@@ -24,9 +25,9 @@ def turn(images: Tensor, quarters: Tensor) -> Tensor:
     return turned
 
 
-def one_turn_each(images: Tensor) -> tuple[Tensor, Tensor]:
-    """One rotation per image, all four equally often: as many forward passes as there are images."""
-    quarters = torch.arange(len(images), device=images.device) % TURNS
+def one_turn_each(images: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """One rotation per image, by its place in the batch, all four equally often: one forward pass per image."""
+    quarters = places % TURNS
     return turn(images, quarters), quarters
 
 
@@ -39,12 +40,12 @@ def all_turns(images: Tensor) -> tuple[Tensor, Tensor]:
 class Rotation(Pretext):
     """The pretext task as a method of its own."""
 
-    def __init__(self, backbone: Backbone, num_samples: int, config: Config) -> None:
-        super().__init__(backbone, config)
+    def __init__(self, backbone: Backbone, num_samples: int, config: Config, ranks: Ranks = SINGLE) -> None:
+        super().__init__(backbone, config, ranks)
         self.head = RotationHead(backbone.num_features)
 
     def forward(self, batch: Batch) -> Outcome:
         images, quarters = all_turns(batch.images.flatten(0, 1))
         logits = self.head(self.backbone(images)).float()
         self.accuracy = (logits.detach().argmax(dim=1) == quarters).float().mean()
-        return Outcome(functional.cross_entropy(logits, quarters))
+        return Outcome(batch.fair(functional.cross_entropy(logits, quarters)))

@@ -20,7 +20,10 @@ class Neck(nn.Module):
         # Features of a frozen backbone differ in scale and do not adapt to the neck.
         self.input_norm = nn.BatchNorm1d(in_features, affine=False) if input_norm else nn.Identity()
         self.fc1 = nn.Linear(in_features, head.hidden)
-        if head.neck_norm == "paper":
+        self.bn: nn.Module
+        if head.neck_norm == "none":
+            self.bn = nn.Identity()
+        elif head.neck_norm == "paper":
             self.bn = nn.BatchNorm1d(head.hidden, affine=False, momentum=0.001)
         else:
             self.bn = nn.BatchNorm1d(head.hidden)

@@ -47,8 +47,17 @@ def reached(point: str) -> None:
     """The named instants of a save. Does nothing; the fault tests replace it to kill the process just there."""
 
 
-def save(directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> Path:
-    """Write one checkpoint; raises NotSaved (disk full, no permission) with everything older left untouched."""
+def save(
+    directory: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    state: Mapping[str, Any],
+    collect: Callable[[Path], dict[str, Any]] = lambda prepared: {},
+) -> Path:
+    """Write one checkpoint; raises NotSaved (disk full, no permission) with everything older left untouched.
+
+    `collect` may put more files into the folder that is being prepared, and returns their entries (see `file_entry`).
+    """
     final = directory / f"step-{step:08d}"
     if is_valid(final) and read_state(final).get("finished") == state.get("finished"):
         return final  # the same step of the same run has the same state
@@ -59,13 +68,13 @@ def save(directory: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]]
         check_space(directory, tensors)
         shutil.rmtree(prepared, ignore_errors=True)
         prepared.mkdir()
-        files = {}
+        files = collect(prepared)
         for name, group in tensors.items():
             path = prepared / f"{name}.safetensors"
             save_file({key: tensor.detach().cpu().contiguous() for key, tensor in group.items()}, path)
             reached(f"before fsync of {name}")
             flush(path)
-            files[path.name] = {"size": path.stat().st_size, "sha256": file_hash(path)}
+            files[path.name] = file_entry(path)
             reached(f"after {name}")
         reached("before state.json")
         content = {"format": FORMAT, **state, "step": step, "files": files}
@@ -104,12 +113,20 @@ def restore(directory: Path) -> None:
             os.rename(old, final)
 
 
-def find(directory: Path, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest valid checkpoint, loaded; each newer invalid one is named to `warn`. None: nothing was saved yet."""
+def find(
+    directory: Path,
+    warn: Callable[[str], None],
+    paths: list[Path] | None = None,
+    load_one: Callable[[Path], Checkpoint] | None = None,
+) -> Checkpoint | None:
+    """The newest valid checkpoint, loaded; each newer invalid one is named to `warn`. None: nothing was saved yet.
+
+    Several ranks must agree about what there is (`paths`) and what is valid (`load_one`).
+    """
     reasons = []
-    for path in candidates(directory):
+    for path in candidates(directory) if paths is None else paths:
         try:
-            found = load(path)
+            found = (load_one or load)(path)
         except OtherFormat:
             raise
         except DataError as error:
@@ -135,15 +152,18 @@ def is_valid(path: Path) -> bool:
 
 
 def load(path: Path) -> Checkpoint:
-    """Read one checkpoint after verifying it."""
+    """Read one checkpoint, of one rank, after verifying it."""
     state = verify(path)
     return Checkpoint(path, state, {Path(name).stem: load_file(path / name) for name in state["files"]})
 
 
-def verify(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint whose files all have the size and hash that it says; DataError names what is wrong."""
+def verify(path: Path, part: slice = slice(None)) -> dict[str, Any]:
+    """The state of a checkpoint whose files all have the size and hash that it says; DataError names what is wrong.
+
+    Of the files, only a part may be looked at.
+    """
     state = read_state(path)
-    for name, expected in state["files"].items():
+    for name, expected in list(state["files"].items())[part]:
         file = path / name
         if not file.is_file():
             raise DataError(f"{file} is missing")
@@ -234,6 +254,11 @@ def write_flushed(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """What state.json says about a file."""
+    return {"size": path.stat().st_size, "sha256": file_hash(path)}
 
 
 def file_hash(path: Path) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -12,10 +14,28 @@ import torch
 
 from odcluster.data.randomness import Purpose, uniforms
 from odcluster.errors import Interrupted, UserError
+from odcluster.ranks import local_ranks, world_size
+
+ECHO_SECONDS = 5.0
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name, or the best there is for `auto`."""
+    """The device of that name, or the best there is for `auto`; with several ranks on a machine, each its own GPU."""
+    device = named_device(name)
+    if device.type != "cuda" or world_size() == 1:
+        return device
+    local, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if device.index is not None or local_ranks() > there:
+        raise UserError(
+            f"{local_ranks()} ranks on this machine need as many GPUs, and there are {there}: use --nproc-per-node "
+            f"{there} and --device cuda (each rank takes its own), or --device cpu"
+        )
+    device = torch.device("cuda", local)
+    torch.cuda.set_device(device)
+    return device
+
+
+def named_device(name: str) -> torch.device:
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
@@ -49,9 +69,9 @@ def cpu_flags() -> set[str]:
         return set()
 
 
-def seed_torch(seed: int, purpose: Purpose, number: int = 0) -> None:
+def seed_torch(seed: int, purpose: Purpose, number: int = 0, rank: int = 0) -> None:
     """Seed torch (initial weights, dropout) as a function of the step: nothing about random states needs saving."""
-    high, low = uniforms(seed, purpose, 0, np.array([number]), 0, 2)[0]
+    high, low = uniforms(seed, purpose, 0, np.array([number]), rank, 2)[0]
     torch.manual_seed((int(high * 2**31) << 31) | int(low * 2**31))
 
 
@@ -62,6 +82,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.wanted = False
+        self._first = 0.0  # when the first Ctrl-C came
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopFlag:
@@ -78,9 +99,13 @@ class StopFlag:
         self._previous.clear()
 
     def _set(self, number: int, frame: FrameType | None) -> None:
-        self.wanted = True
+        # torchrun passes a Ctrl-C on to its processes, which the terminal has told already: not a second one.
+        echo = world_size() > 1 and time.monotonic() - self._first < ECHO_SECONDS
+        if number == signal.SIGINT and self._first and not echo:
+            signal.default_int_handler(number, frame)
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._first = self._first or time.monotonic()
+        self.wanted = True
 
     def poll(self) -> None:
         """Raise Interrupted if a stop is wanted."""

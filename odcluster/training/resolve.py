@@ -17,6 +17,7 @@ from odcluster.errors import DataError, ImageRefused, UserError
 from odcluster.methods.odc import warm_epochs
 from odcluster.models.backbones import fixed_size_step, usual_image_size
 from odcluster.models.weights import describe_weights
+from odcluster.ranks import local_ranks
 from odcluster.recipes import recipe
 from odcluster.training.devices import has_bfloat16
 
@@ -138,7 +139,7 @@ def resolve(config: Config, source: Source, device: torch.device) -> tuple[Confi
         reason = f"this {device.type} {'computes' if native else 'does not compute'} bfloat16 natively"
         choose("precision", "bfloat16" if native else "float32", reason)
     if config.device == "auto":
-        choose("device", str(device), "the best there is here")
+        choose("device", device.type, "the best there is here")
     return config, chosen
 
 
@@ -205,7 +206,9 @@ def choose_workers(source: Source, device: torch.device) -> tuple[int, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if device.type == "cpu":
         return 1, "one process prepares images while the network trains"
-    return max(1, min(8, cores - 1)), f"{cores} cores"
+    return max(1, min(8, cores // local_ranks() - 1)), f"{cores} cores" + (
+        " for all ranks" if local_ranks() > 1 else ""
+    )
 
 
 EFFECTIVE: dict[str, tuple[str, ...]] = {

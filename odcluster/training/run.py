@@ -145,7 +145,9 @@ class RunLock:
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         os.write(
             self._descriptor,
-            json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": started}).encode(),
+            json.dumps(
+                {"pid": os.getpid(), "host": socket.gethostname(), "since": started, "launch": launch_name()}
+            ).encode(),
         )
         return self
 
@@ -153,6 +155,19 @@ class RunLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def launch_name() -> str | None:
+    """What torchrun calls this launch, the same after each of its restarts; None without it."""
+    return os.environ.get("TORCHELASTIC_RUN_ID")
+
+
+def last_launch(path: Path) -> str | None:
+    """The launch that last worked on a run; None where there is no run, or torchrun did not start it."""
+    try:
+        return json.loads((path / "lock").read_text()).get("launch")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def write_atomically(path: Path, text: str) -> None:

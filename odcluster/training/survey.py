@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from odcluster.data.loading import Batches, RawBatch
 from odcluster.data.order import batch_ids, epoch_order
 from odcluster.errors import DataError
+from odcluster.training.parallel import average_statistics
 
 if TYPE_CHECKING:
     from odcluster.training.trainer import Trainer
@@ -72,19 +73,27 @@ class DataSurvey:
         self._trainer, self._epoch = trainer, epoch
 
     def poll(self, doing: str, done: int, total: int) -> None:
-        self._trainer.stop.poll()
+        self._trainer.poll()
         self._trainer.console.progress(doing, done, total)
 
     def features(self, embed: Callable[[Tensor], Tensor], out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         trainer = self._trainer
         trainer.module.eval()
+        num_images, ranks = len(trainer.manifest), trainer.ranks
+        own = ranks.own(num_images)
+        rounds = -(-max(ranks.sizes(num_images)) // CHUNK)  # of all ranks alike: none runs ahead of the others
 
         def notice(raw: RawBatch, done: int) -> None:
-            trainer._refuse(raw.refused)
-            self.poll("features of all images", done, len(trainer.manifest))
+            nonlocal rounds
+            rounds -= 1
+            trainer.exchange(raw)
+            self.poll("features of all images", min(done * ranks.world_size, num_images), num_images)
 
         with trainer.autocast:
-            return extract(embed, trainer.loader, np.arange(len(trainer.manifest)), trainer.device, notice, out)
+            rows, seen = extract(embed, trainer.loader, np.arange(own.start, own.stop), trainer.device, notice, out)
+        while rounds > 0:
+            notice(RawBatch(torch.empty(0, dtype=torch.int64), torch.empty(0), []), own.stop - own.start)
+        return rows, seen
 
     @torch.no_grad()
     def calibrate(self, network: nn.Module, embed: Callable[[Tensor], Tensor], num_batches: int) -> None:
@@ -106,17 +115,17 @@ class DataSurvey:
         momenta = [norm.momentum for norm in norms]
         order = epoch_order(trainer.config.seed, self._epoch, len(trainer.manifest))
         num_batches = min(num_batches, trainer.schedule.steps_per_epoch)
-        batches = [batch_ids(order, at, trainer.batch_size) for at in range(num_batches)]
+        batches = [trainer.own_part(batch_ids(order, at, trainer.batch_size)) for at in range(num_batches)]
         try:
             for norm in norms:
                 norm.reset_running_stats()
                 norm.momentum = None  # a cumulative average
             for done, raw in enumerate(trainer.loader.training(self._epoch, batches)):
-                trainer._refuse(raw.refused)
-                if len(raw.ids) > 1:
+                if min(map(len, trainer.exchange(raw))) > 1:
                     with trainer.autocast:
                         embed(to_network(raw.images, trainer.mean, trainer.std).flatten(0, 1))
                 self.poll("batch-norm calibration", done + 1, num_batches)
+            average_statistics(trainer.ranks, network)
         except BaseException:
             network.load_state_dict(before, strict=False)
             raise

@@ -2,7 +2,8 @@
 
 Promises: killed at any instant and resumed, a run ends with the same bits as one that was never stopped (same machine);
 a non-finite loss or gradient changes neither weights nor memories; an unreadable image is left out of its batch and
-named.
+named. Across ranks, all do the same at the same step: what one of them notices (a wish to stop, an unreadable image, a
+number that is not finite, the time for a checkpoint) becomes known to all before any acts on it; rank 0 writes.
 """
 
 from __future__ import annotations
@@ -12,22 +13,26 @@ import time
 from collections.abc import Iterable
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from odcluster.config import Config, decisive, fingerprint
 from odcluster.data.loading import Batches, RawBatch
-from odcluster.data.order import batch_ids, epoch_order, num_steps
+from odcluster.data.order import batch_ids, epoch_order, num_steps, rank_slice
 from odcluster.data.randomness import Purpose
 from odcluster.data.sources import Manifest
 from odcluster.errors import DataError, Diverged, Interrupted
 from odcluster.methods.interface import Batch, Method, Phase
 from odcluster.models.backbones import Backbone, layer_lr_scales
-from odcluster.training import checkpoint, health
+from odcluster.ranks import SINGLE, Ranks
+from odcluster.training import checkpoint, health, shards
 from odcluster.training.checkpoint import NotSaved
 from odcluster.training.console import Console
 from odcluster.training.devices import StopFlag, seed_torch
 from odcluster.training.metrics import MetricsFile, Window
+from odcluster.training.parallel import average_statistics, check_agreement, spread_over
 from odcluster.training.run import Run, write_atomically
 from odcluster.training.schedule import Schedule, lay_out
 from odcluster.training.survey import DataSurvey, to_network
@@ -54,15 +59,17 @@ class Trainer:
         device: torch.device,
         console: Console,
         stop: StopFlag,
+        ranks: Ranks = SINGLE,
     ) -> None:
         assert config.batch_size is not None
         assert config.epochs is not None
-        self.module = cast(nn.Module, method)
+        self.module, self.ranks = cast(nn.Module, method), ranks
         self.method, self.loader, self.manifest, self.config = method, loader, manifest, config
         self.device, self.console, self.stop = device, console, stop
         self.batch_size = min(config.batch_size, len(manifest))
         self.schedule = self._schedule((0, 0))
         self.module.to(device)
+        self.network = spread_over(ranks, self.module)
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=config.running.precision == "bfloat16")
         self.mean, self.std = loader.normalisation_on(device)
         self.step = 0
@@ -71,6 +78,7 @@ class Trainer:
         self.skips = 0
         self.changed: dict[str, int] | None = None  # how many images came and went, until the method knows of it
         self.refused: dict[int, str] = {}
+        self.parts: list[list[int]] = []  # ids of the batch, of each rank
         self.window = Window()
         self.warned: set[str] = set()
         self.optimizer = self._new_optimizer(self.schedule.phase_at(0)[0])
@@ -81,7 +89,8 @@ class Trainer:
         """Train to the end, writing to the run directory; raises Interrupted after saving when asked to stop."""
         self.run_directory = run
         self.known_valid = {start.path} if start else set()
-        self.metrics = MetricsFile(run.metrics_file, start.state["metrics_size"] if start else 0)
+        if self.ranks.is_first:
+            self.metrics = MetricsFile(run.metrics_file, start.state["metrics_size"] if start else 0)
         if start:
             self._restore(start)
         self.last_save = self.interval_start = time.monotonic()
@@ -101,14 +110,16 @@ class Trainer:
                 f"stopped at step {self.step}, everything saved: `odcluster resume {run.path}` goes on"
             ) from stopped
         finally:
-            self.metrics.close()
+            if self.ranks.is_first:
+                self.metrics.close()
 
     def save(self, last: bool = False) -> None:
         """Write a checkpoint. When the disk is full, go on and try again later; at the end, say so and fail."""
         try:
             directory = self.run_directory.checkpoints
-            self.known_valid.add(checkpoint.save(directory, self.step, self.tensors(), self.state()))
-            checkpoint.prune(directory, self.config.running.keep_checkpoints, self.known_valid)
+            self.known_valid.add(shards.save(directory, self.step, self.tensors(), self.state(), self.ranks))
+            if self.ranks.is_first:
+                checkpoint.prune(directory, self.config.running.keep_checkpoints, self.known_valid)
         except (NotSaved, OSError) as error:
             if last:
                 raise DataError(
@@ -127,7 +138,7 @@ class Trainer:
             "refused": self.refused,
             "window": self.window.state(),
             "warned": sorted(self.warned),
-            "metrics_size": self.metrics.size(),
+            "metrics_size": self.metrics.size() if self.ranks.is_first else 0,
             "manifest": self.manifest.fingerprint(),
             "normalisation": [backbone.mean, backbone.std],
             "stem": backbone.stem,
@@ -196,27 +207,46 @@ class Trainer:
         if order is None:
             replacement = self.config.optimiser.sampling == "replacement"
             order = epoch_order(self.config.seed, epoch, len(self.manifest), replacement)
-        batches = [batch_ids(order, at, self.batch_size) for at in range(position, steps)]
+        batches = [self.own_part(batch_ids(order, at, self.batch_size)) for at in range(position, steps)]
         asked = time.monotonic()
         for raw in self.loader.training(epoch, batches):
             self.waited += time.monotonic() - asked
-            self._refuse(raw.refused)
-            if len(raw.ids) > 1:  # batch norm needs two
+            self.parts = self.exchange(raw)
+            if min(map(len, self.parts)) > 1:  # batch norm needs two
                 self._train_step(raw, epoch)
-            self.images += len(raw.ids)
+            self.images += sum(map(len, self.parts))
             self.step += 1
             if self.step == self.schedule.first_step(epoch + 1):
                 self.method.end_epoch(epoch)
+                check_agreement(self.ranks, self.module, self.step)
                 self.begun = False
             if not self.begun or self.step == self.schedule.total_steps:
                 self._record_sizes(epoch)
             if self.step % self.config.running.log_interval == 0 or self.step == self.schedule.total_steps:
                 self._log(epoch)
-            due = time.monotonic() - self.last_save > self.config.running.checkpoint_minutes * 60
+            due = self.ranks.any(time.monotonic() - self.last_save > self.config.running.checkpoint_minutes * 60)
             if due and self.step < self.schedule.total_steps:  # the end is saved once it is complete
                 self.save()
-            self.stop.poll()
+            self.poll()
             asked = time.monotonic()
+
+    def own_part(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What this rank loads of a batch."""
+        return rank_slice(ids, self.ranks.rank, self.ranks.world_size)
+
+    def exchange(self, raw: RawBatch) -> list[list[int]]:
+        """Which images of the batch each rank has; those that any of them could not read are named."""
+        if self.ranks.world_size == 1:
+            self._refuse(raw.refused)
+            return [raw.ids.tolist()]
+        parts = self.ranks.share([raw.ids.tolist(), raw.refused])
+        self._refuse((i, reason) for _, refused in parts for i, reason in refused)
+        return [ids for ids, _ in parts]
+
+    def poll(self) -> None:
+        """Raise Interrupted, on all ranks, if a stop is wanted on any."""
+        self.stop.wanted = self.ranks.any(self.stop.wanted)
+        self.stop.poll()
 
     def _begin_epoch(self, epoch: int) -> None:
         if self.schedule.phase_at(self.step)[1] == self.step:
@@ -232,36 +262,46 @@ class Trainer:
 
     def _train_step(self, raw: RawBatch, epoch: int) -> None:
         """Forward, backward, finite check, SGD step, memories: the one order in which it happens."""
-        seed_torch(self.config.seed, Purpose.STEP, self.step)
+        seed_torch(self.config.seed, Purpose.STEP, self.step, self.ranks.rank)
+        alone = self.ranks.world_size == 1
         batch = Batch(
             raw.ids.to(self.device, non_blocking=True),
             to_network(raw.images, self.mean, self.std),
             epoch=epoch,
             step=self.step,
+            everyone=None if alone else torch.tensor([i for part in self.parts for i in part], device=self.device),
+            sizes=() if alone else tuple(map(len, self.parts)),
+            ranks=self.ranks,
         )
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.lr(self.step) * group["scale"]
         running = [buffer for name, buffer in self.module.named_buffers() if not name.startswith(MEMORY_PREFIXES)]
         before = [buffer.clone() for buffer in running]  # batch-norm statistics: a forward pass changes them
         self.module.train()
-        with self.autocast:
-            outcome = self.module(batch)
+        with self.autocast, self.ranks.talking():
+            outcome = self.network(batch)
         self.optimizer.zero_grad(set_to_none=True)
-        outcome.loss.backward()
+        with self.ranks.talking():
+            outcome.loss.backward()
+        average_statistics(self.ranks, self.module)
         moved = [p.grad for p in self.module.parameters() if p.grad is not None]
         moved += [buffer for buffer in running if buffer.is_floating_point()]
+        loss = outcome.loss.detach()
         # Finite only if all terms are: one question to the device. The rate, because a gradient times it may overflow.
-        finite = outcome.loss.detach() + nn.utils.get_total_norm(moved) * max(1.0, self.schedule.lr(self.step))
-        if not torch.isfinite(finite if outcome.features is None else finite + outcome.features.sum()):
+        finite = loss + nn.utils.get_total_norm(moved) * max(1.0, self.schedule.lr(self.step))
+        finite = finite if outcome.features is None else finite + outcome.features.sum()
+        if not alone:  # each rank knows its own loss and features only
+            loss, finite = self.ranks.sum(torch.stack([loss, finite])) / self.ranks.world_size
+        if not torch.isfinite(finite):
             for buffer, old in zip(running, before, strict=True):
                 buffer.copy_(old)
-            self._skip(batch, float(outcome.loss.detach()))
+            self._skip(batch, float(loss))
             return
         self.optimizer.step()
         self.skips = 0
         with torch.no_grad():
             values = self.method.after_step(batch, outcome)
-        self.window.add({"loss": outcome.loss, **values})
+        self.window.add({"loss": loss, **values})
 
     def _skip(self, batch: Batch, loss: float) -> None:
         self.skips += 1
@@ -277,12 +317,13 @@ class Trainer:
             "seed": self.config.seed,
             "loss": str(loss),
             "lr": self.schedule.lr(self.step),
-            "ids": batch.ids.tolist(),
-            "paths": [self.manifest.paths[i] for i in batch.ids.tolist()],
+            "ids": batch.whole_ids.tolist(),
+            "paths": [self.manifest.paths[i] for i in batch.whole_ids.tolist()],
         }
         folder = self.run_directory.path / "diverged"
-        folder.mkdir(exist_ok=True)
-        write_atomically(folder / f"step-{self.step:08d}.json", json.dumps(record, indent=1))
+        if self.ranks.is_first:
+            folder.mkdir(exist_ok=True)
+            write_atomically(folder / f"step-{self.step:08d}.json", json.dumps(record, indent=1))
         raise Diverged(
             f"{MOST_SKIPS} steps in a row gave a non-finite loss or gradient (the last one, step {self.step}, is "
             f"described in {folder}; odcluster.replay.diverged_batch makes its batch again); train again with a lower "
@@ -298,7 +339,8 @@ class Trainer:
             return
         self.refused.update(new)
         try:
-            self.run_directory.write_refused((i, self.manifest.paths[i], why) for i, why in self.refused.items())
+            if self.ranks.is_first:
+                self.run_directory.write_refused((i, self.manifest.paths[i], why) for i, why in self.refused.items())
         except OSError as error:
             self.console.warn(f"{self.run_directory.refused_file} could not be written ({error.strerror})")
         first, reason = next(iter(new.items()))
@@ -353,6 +395,8 @@ class Trainer:
 
     def _write(self, line: dict[str, Any]) -> None:
         """A line of metrics.jsonl; a full disk costs the line, not the run."""
+        if not self.ranks.is_first:
+            return
         try:
             self.metrics.write(line)
         except OSError as error:

@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional
 
 from odcluster.clustering.balance import check_room, halve, handle_small_clusters, loss_weights
-from odcluster.clustering.memory import CentroidsMemory, SamplesMemory
+from odcluster.clustering.memory import CentroidsMemory, Part, SamplesMemory
 from odcluster.errors import UserError
 from odcluster.methods.odc import weighted_cross_entropy
 
@@ -42,13 +42,13 @@ def test_identical_rows_can_be_split_and_repairs_end():
 )
 def test_no_half_is_smaller_than_asked(rows):
     for draw in (0.0, 0.5, 0.999999):
-        side = halve(rows, 4, draw)
+        side = halve(Part(rows, len(rows), torch.arange(len(rows))), 4, draw)
         assert 4 <= int(side.sum()) <= len(rows) - 4
 
 
 def test_two_separate_groups_are_split_where_they_part():
     rows = torch.cat([torch.randn(30, 4) * 0.1, torch.randn(50, 4) * 0.1 + 5])
-    side = halve(rows, 1, 0.3)
+    side = halve(Part(rows, len(rows), torch.arange(len(rows))), 1, 0.3)
     assert len(side[:30].unique()) == 1
     assert len(side[30:].unique()) == 1
     assert side[0] != side[-1]

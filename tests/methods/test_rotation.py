@@ -8,7 +8,7 @@ from odcluster.recipes import odc_small
 
 def test_the_label_is_the_rotation_that_was_applied():
     images = torch.randn(9, 3, 8, 8)
-    for turned, quarters in (one_turn_each(images), all_turns(images)):
+    for turned, quarters in (one_turn_each(images, torch.arange(len(images))), all_turns(images)):
         sources = images.repeat(len(turned) // len(images), 1, 1, 1)
         for before, after, quarter in zip(sources, turned, quarters.tolist(), strict=True):
             assert torch.equal(torch.rot90(after, -quarter, dims=(1, 2)), before)
@@ -18,7 +18,7 @@ def test_all_four_rotations_of_every_image_are_in_the_batch():
     turned, quarters = all_turns(torch.randn(5, 3, 4, 4))
     assert len(turned) == 20
     assert torch.bincount(quarters).tolist() == [5, 5, 5, 5]
-    assert torch.bincount(one_turn_each(torch.randn(12, 3, 4, 4))[1]).tolist() == [3, 3, 3, 3]
+    assert torch.bincount(one_turn_each(torch.randn(12, 3, 4, 4), torch.arange(12))[1]).tolist() == [3, 3, 3, 3]
 
 
 def test_the_input_is_left_alone():

@@ -1,0 +1,144 @@
+"""Several processes as one run, started by torchrun on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_runs import TINY, metrics_without_timings
+
+import odcluster
+from odcluster.training import checkpoint
+from odcluster.training.metrics import read_metrics
+from odcluster.training.shards import find
+
+JOBS = Path(__file__).parents[1] / "rank_jobs.py"
+SINGLE_MODE = {
+    **TINY,
+    "recipe": "odc_small",
+    "backbone": "test_vit",  # layer norm: no number depends on how a batch is shared
+    "image_size": 32,
+    "crop_size": 32,
+    "neck_norm": "none",
+    "precision": "float32",
+    "clusters": 6,
+    "small_cluster": 6,
+    "max_steps": 20,
+    "warm_share": 0.0,
+    "update_interval": 4,
+    "instance_weight": 0.5,
+    "rotation_weight": 0.5,
+    "fine_share": 0.0,
+    "num_views": 2,
+    "algorithm": "sgd",  # AdamW would make a step of the rounding of a gradient that is 0 (the bias of keys)
+    "lr": 0.05,
+}
+SINGLE_MODE.pop("epochs")
+
+
+def launch(num_ranks: int, *words: str, options: tuple[str, ...] = (), timeout: float = 240, **environment: str):
+    """Run a job of rank_jobs.py under torchrun; returns the finished process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    return subprocess.run(
+        [*command, *options, str(JOBS), *words],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "ODCLUSTER_TIMEOUT": "60", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def launched(num_ranks: int, *words: str) -> str:
+    done = launch(num_ranks, *words)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return done.stdout
+
+
+def state(run: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the newest checkpoint, however many ranks wrote it."""
+    from odcluster.ranks import SINGLE
+
+    found = find(run / "checkpoints", pytest.fail, SINGLE)
+    assert found is not None
+    return {name: tensor for group in found.tensors.values() for name, tensor in group.items()}
+
+
+def same_to_rounding(run: Path, reference: Path) -> None:
+    ours, theirs = state(run), state(reference)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(
+            tensor, theirs[name], atol=1e-5, rtol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_clustering_across_four_ranks_equals_one_process():
+    launched(4, "clustering")
+
+
+def test_two_ranks_do_what_one_does(image_folder, tmp_path):
+    """20 steps with small clusters that are dissolved and split, to rounding; stopped and gone on with to the bit."""
+    reference = odcluster.train(image_folder, out=tmp_path / "one", quiet=True, **SINGLE_MODE)
+    lines = read_metrics(reference / "metrics.jsonl")
+    assert sum(line.get("small_clusters", 0) for line in lines) > 0, "the test must meet small clusters"
+    half = {**SINGLE_MODE, "checkpoint_minutes": 0, "keep_checkpoints": 100}
+    other = {name: {**TINY, "epochs": 2, **given} for name, given in METHODS.items()}
+    runs = [["train", str(image_folder), str(tmp_path / "two"), half]]
+    runs += [["train", str(image_folder), str(tmp_path / name), options] for name, options in other.items()]
+    launched(2, "train", json.dumps(runs))
+    run = tmp_path / "two"
+    same_to_rounding(run, reference)
+    for ours, theirs in zip(metrics_without_timings(run), metrics_without_timings(reference), strict=True):
+        assert ours == {
+            key: pytest.approx(value, rel=1e-4, abs=1e-5) if isinstance(value, float) else value
+            for key, value in theirs.items()
+        }
+    assert {path.name for path in (run / "checkpoints" / "step-00000020").iterdir()} == {
+        "model.safetensors",
+        "optimizer.safetensors",
+        "memory.safetensors",
+        "memory-0000-of-0002.safetensors",
+        "memory-0001-of-0002.safetensors",
+        "state.json",
+    }
+    assert len((run / "clusters.csv").read_text().splitlines()) == 98
+    for name in METHODS:
+        assert (tmp_path / name / "backbone" / "model.safetensors").is_file(), name
+        assert not any(line.get("skipped") for line in read_metrics(tmp_path / name / "metrics.jsonl"))
+    # From the middle: with one rank to rounding, with two to the bit.
+    before = hashes(run)
+    for path in checkpoint.candidates(run / "checkpoints"):
+        if int(path.name[5:]) > 7:
+            for file in path.iterdir():
+                file.unlink()
+            path.rmdir()
+    alone = tmp_path / "two to one"
+    subprocess.run(["cp", "-r", str(run), str(alone)], check=True)
+    odcluster.resume(alone, quiet=True)
+    same_to_rounding(alone, reference)
+    launched(2, "train", json.dumps([["resume", str(run), "", {}]]))
+    assert hashes(run) == before
+
+
+METHODS = {
+    "paper": {"recipe": "odc_resnet50_imagenet", "lr": 0.01},
+    "deepcluster": {"method": "deepcluster"},
+    "jigsaw": {"method": "jigsaw", "permutations": 10},
+    "colorization": {"method": "colorization"},
+}
+
+
+def hashes(run: Path) -> dict[str, str]:
+    newest = checkpoint.candidates(run / "checkpoints")[0]
+    return {name: entry["sha256"] for name, entry in checkpoint.read_state(newest)["files"].items()}
+
+
+def test_ranks_that_differ_stop(image_folder, tmp_path):
+    done = launch(2, "disagree", str(image_folder), str(tmp_path / "run"), json.dumps({**TINY, "warm_share": 0.0}))
+    assert done.returncode != 0
+    assert "samples.labels of rank 1 differs from that of rank 0" in done.stderr
