@@ -210,8 +210,8 @@ def resume(
         raise UserError(f"--epochs {epochs}: a resumed run can only be trained longer, by 1 epoch or more")
     if world_size() > 1 and (remap or add or epochs):
         raise UserError(
-            "--remap, --add and --epochs are for one process: give them to `odcluster resume` without torchrun, stop it "
-            "once it trains, and go on with torchrun"
+            "--remap, --add and --epochs are for one process: give them to `odcluster resume` without torchrun, stop "
+            "it once it trains, and go on with torchrun"
         )
     chosen_device = choose_device(device or run.config().device)
     with joined(chosen_device) as ranks, locked(run, ranks):
