@@ -322,7 +322,7 @@ def frozen_features(
         if done:
             console.progress("features of the frozen backbone", done, total)
 
-    try:
+    def make() -> FrozenViews:
         return frozen_views(
             run.path / "features",
             loader,
@@ -338,6 +338,11 @@ def frozen_features(
             ranks=ranks,
             bfloat16=config.running.precision == "bfloat16",
         )
+
+    made: list[FrozenViews] = []
+    try:
+        ranks.first(lambda: made.append(make()))  # rank 0 makes them, the others read them
+        return made[0] if made else make()
     except Interrupted as stopped:
         raise Interrupted(
             f"stopped, the features made so far are kept: `odcluster resume {run.path}` goes on"

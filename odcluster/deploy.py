@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from odcluster.explore.network_export import export_onnx, export_timm
 from odcluster.explore.tables import Kind, check_ending, open_table
 from odcluster.models.backbones import create_backbone
 from odcluster.models.checkpoints import printable
+from odcluster.ranks import Ranks, joined
 from odcluster.training.console import Console
 from odcluster.training.devices import StopFlag, choose_device
 from odcluster.training.resolve import choose_workers
@@ -36,6 +37,7 @@ from odcluster.training.run import open_run
 
 Data = str | os.PathLike[str] | np.ndarray
 Progress = Callable[[str, int, int], None]
+T = TypeVar("T")
 
 PLACES = {
     "csv": "clusters.csv",
@@ -92,11 +94,21 @@ def assign(run: str | os.PathLike[str], data: Data, *, quiet: bool = False, **op
     refused: list[tuple[int, str]] = []
     used: set[int] = set()
     try:
-        with working(console) as progress:
-            assigner = open_assigner(opened, device, progress)
+        with joined(device) as ranks, working(console if ranks.is_first else Console(quiet=True)) as progress:
+            assigner = in_turn(ranks, lambda: open_assigner(opened, device, progress))
             batches = assign_images(
-                assigner, source, batch_size=given.batch_size, workers=workers, device=device, progress=progress
+                assigner,
+                source,
+                batch_size=given.batch_size,
+                workers=workers,
+                device=device,
+                progress=progress,
+                ranks=ranks,
             )
+            if not ranks.is_first:
+                for _ in batches:  # its share has gone to rank 0
+                    pass
+                return out
             with open_table(out, columns) as table, closing(batches):
                 for batch in batches:
                     clusters = batch.clusters.tolist()
@@ -114,6 +126,16 @@ def assign(run: str | os.PathLike[str], data: Data, *, quiet: bool = False, **op
     tell_refused(console, refused, source, "have cluster -1")
     console.say(f"{len(source) - len(refused):,} images in {len(used - {-1}):,} clusters: {out}")
     return out
+
+
+def in_turn(ranks: Ranks, act: Callable[[], T]) -> T:
+    """Rank 0 first, then the others, which find what it may have stored."""
+    if ranks.is_first:
+        done = act()
+        ranks.meet()
+        return done
+    ranks.meet()
+    return act()
 
 
 def tell_refused(console: Console, refused: list[tuple[int, str]], source: Source, what: str) -> None:
@@ -159,15 +181,16 @@ def embed(subject: str | os.PathLike[str], data: Data, *, quiet: bool = False, *
     workers = given.workers if given.workers is not None else choose_workers(source, device)[0]
     if given.out and Path(given.out).suffix.lower() == ".parquet":
         check_ending(Path(given.out))
-    with working(console) as progress:
+    with joined(device) as ranks, working(console if ranks.is_first else Console(quiet=True)) as progress:
         try:
             opened = open_embedder(os.fspath(subject), given, source, workers, device, progress)
             key = f"{opened.fingerprint} {source.manifest.fingerprint()}"
             out = Path(given.out) if given.out else embedding_place(subject, opened, given, data, key)
             check_place(out, data, source)
-            folder = work_folder(out)
+            folder = Path(ranks.first(lambda: str(work_folder(out))))
             backbone = opened.backbone
-            console.say(f"{backbone.name} at {backbone.image_size} px: {opened.pretraining}")
+            if ranks.is_first:
+                console.say(f"{backbone.name} at {backbone.image_size} px: {opened.pretraining}")
             store = extract_features(
                 cast(Any, backbone).to(memory_format=torch.channels_last),  # a fifth faster, on CPUs too
                 source,
@@ -179,7 +202,10 @@ def embed(subject: str | os.PathLike[str], data: Data, *, quiet: bool = False, *
                 device=device,
                 progress=progress,
                 batch_size=given.batch_size,
+                ranks=ranks,
             )
+            if not ranks.is_first:
+                return out
             deliver_features(store, source, given.layer, out, folder, progress)
         except Interrupted as stopped:
             raise Interrupted("stopped as asked: the same command goes on from here") from stopped

@@ -32,9 +32,13 @@ from odcluster.evaluation.tables import comparison_tables, result_table
 from odcluster.evaluation.tasks import Outcome, Workshop
 from odcluster.explore.export import read_clusters_csv
 from odcluster.explore.folders import check_outside
+from odcluster.ranks import Ranks, joined
 from odcluster.training.console import Console, duration
 from odcluster.training.devices import StopFlag, choose_device
 from odcluster.training.run import open_run
+
+USE_FEATURES = ("linear", "svm", "lowshot", "knn")
+"""Tasks whose features several ranks compute together."""
 
 
 def evaluate(
@@ -44,8 +48,10 @@ def evaluate(
     command: str = "",
     console: Console | None = None,
     **options: Any,
-) -> Result:
+) -> Result | None:
     """Evaluate features by one protocol; options are those of `odcluster evaluate --help`. Returns the record.
+
+    Under torchrun all ranks compute features, and rank 0 does the rest; the others return None.
 
     `quiet` shows no table; a console of the caller's is told of progress all the same.
     """
@@ -54,7 +60,9 @@ def evaluate(
     console = console or Console(quiet=quiet)
     started, clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
     device = choose_device(given.device)
-    with StopFlag() as stop, console:
+    with joined(device) as ranks, StopFlag() as stop, console if ranks.is_first else Console(quiet=True) as console:
+        if not ranks.is_first and (given.task not in USE_FEATURES or given.variant == "published"):
+            return None
 
         def progress(activity: str, done: int, total: int) -> None:
             stop.poll()
@@ -64,7 +72,9 @@ def evaluate(
             if given.task == "clusters":
                 subject, data, outcome = judge_clusters(os.fspath(weights), given, device, progress)
             else:
-                subject, data, outcome = judge_features(os.fspath(weights), given, device, progress, console)
+                subject, data, outcome = judge_features(os.fspath(weights), given, device, progress, console, ranks)
+        except tasks.Helped:
+            return None
         except Interrupted as stopped:
             raise Interrupted("stopped as asked: the same command goes on from here") from stopped
         except ArithmeticError as error:
@@ -128,7 +138,7 @@ def check_options(options: Evaluation) -> None:
 
 
 def judge_features(
-    weights: str, options: Evaluation, device: torch.device, progress: tasks.Progress, console: Console
+    weights: str, options: Evaluation, device: torch.device, progress: tasks.Progress, console: Console, ranks: Ranks
 ) -> tuple[Subject, Data, Outcome]:
     parts = open_parts(options)
     for sentence in [*parts.notes, *parts.deviations]:
@@ -138,7 +148,7 @@ def judge_features(
         check_outside(subject.directory, part.source.manifest)
     backbone = subject.backbone
     console.say(f"{backbone.name} at {backbone.image_size} px: {subject.pretraining}")
-    workshop = Workshop(subject, parts, options, device, progress, console.say)
+    workshop = Workshop(subject, parts, options, device, progress, console.say, ranks)
     outcome = tasks.TASKS[options.task](workshop)
     outcome.deviations.extend(parts.deviations)
     data = Data(

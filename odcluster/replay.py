@@ -40,7 +40,7 @@ def diverged_batch(run_path: str | os.PathLike[str], *, data: np.ndarray | None 
     source = open_with_added(data if data is not None else config.data, run.manifest().added)
     if difference := run.manifest().difference(source.manifest):
         raise DataError(f"the images are not those of {run.path}. {difference} Restore them to replay the batch")
-    found = checkpoint.find(run.checkpoints, console.warn)
+    found = shards.find(run.checkpoints, console.warn, SINGLE)
     method = build_method(config, len(source), where, console, found)
     with StopFlag() as stop, build_loader(config, source, method, where, console, stop) as loader:
         batches: Batches = loader

@@ -8,6 +8,7 @@ finite are never stored. The files are the business of `store.py`; what is done 
 from __future__ import annotations
 
 import hashlib
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from odcluster.evaluation.linear import pool_stage
 from odcluster.evaluation.store import FeatureStore, Ids, Progress
 from odcluster.models.backbones import Backbone
 from odcluster.models.sobel import Sobel
+from odcluster.ranks import SINGLE, Ranks
 from odcluster.training.run import Run, RunLock
 from odcluster.training.survey import to_network
 
@@ -170,6 +172,7 @@ def extract_features(
     batch_size: int = BATCH_SIZE,
     ids: Ids | None = None,
     max_dims: int = MAX_DIMS,
+    ranks: Ranks = SINGLE,
 ) -> FeatureStore:
     """Features of the evaluation view, or of the `whole` image, of all images or of those of `ids`, in `directory`.
 
@@ -188,19 +191,65 @@ def extract_features(
         identity = _identity(backbone, layers, whole, key, batch_size, max_dims)
         store = FeatureStore(directory, ids, dimensions, identity)
         _make_folder(directory)
-        with RunLock(Run(directory)), store:
-            store.open(progress)
-            if store.done < len(ids):
-                with evaluation_loader(source, backbone, workers, device) as loader:
-                    _fill(store, outputs, source.manifest.paths, loader, batch_size, whole, device, progress)
+
+        def fill(part: FeatureStore) -> None:
+            with RunLock(Run(part.directory)), part:
+                part.open(progress)
+                if part.done < len(part.ids):
+                    with evaluation_loader(source, backbone, workers, device) as loader:
+                        _fill(part, outputs, source.manifest.paths, loader, batch_size, whole, device, progress)
+
+        if ranks.world_size == 1:
+            fill(store)
+        else:
+            _fill_together(store, batch_size, ranks, fill, progress)
     finally:
         backbone.train(training)
-    if not store.usable.any():
+    if ranks.is_first and not store.usable.any():
         path, why = store.refused[0]
         raise DataError(
             f"None of the {len(ids):,} images can be used (the first, {shown(path)}: {why}); are these images?"
         )
     return store
+
+
+def _fill_together(
+    store: FeatureStore, batch_size: int, ranks: Ranks, fill: Callable[[FeatureStore], None], progress: Progress
+) -> None:
+    """Each rank makes a part of what is missing, in a folder of its own that can be gone on with; rank 0 joins them.
+
+    The bytes are those that one process would have written. Other ranks' `store` stays empty.
+    """
+
+    def stored() -> int:
+        with RunLock(Run(store.directory)), store:
+            store.open(progress)
+        return store.done
+
+    done = ranks.first(stored)
+    missing = store.ids[done:]
+    parts = []
+    for rank in range(ranks.world_size):
+        ids = missing[ranks.own_batches(len(missing), batch_size, rank)]
+        folder = store.directory / f".part-{rank:04d}-of-{ranks.world_size:04d}"
+        parts.append(FeatureStore(folder, ids, store.dimensions, store.origin))
+    if len(parts[ranks.rank].ids):
+        _make_folder(parts[ranks.rank].directory)
+        fill(parts[ranks.rank])
+    ranks.meet()
+    if ranks.is_first and len(missing):
+        with RunLock(Run(store.directory)), store:
+            store.open(progress)
+            for part in parts:
+                if len(part.ids):
+                    with part:
+                        part.open(progress)
+                    assert part.done == len(part.ids), "a part that was complete a moment ago is damaged"
+                    store.absorb(part)
+            store.save()
+        for part in parts:
+            shutil.rmtree(part.directory, ignore_errors=True)
+    ranks.meet()
 
 
 def _check_request(backbone: Backbone, layers: Sequence[str], num_images: int) -> None:

@@ -27,6 +27,7 @@ from odcluster.training.checkpoint import content_hash, flush, reason
 from odcluster.training.run import write_atomically
 
 READ_BYTES = 1 << 24
+ABSORB_ROWS = 1024
 
 Ids = NDArray[np.int64]
 Progress = Callable[[str, int, int], None]
@@ -45,6 +46,7 @@ class FeatureStore:
         self.dimensions = dict(dimensions)
         self.layers = list(dimensions)
         self.done = 0
+        self.origin = dict(identity)
         self._identity = {
             **identity,
             "layers": self.dimensions,
@@ -102,6 +104,14 @@ class FeatureStore:
                 self._checksums[layer] = zlib.crc32(block.data, self._checksums[layer])
                 self.done = first + len(block)
         self._refused += [(first + row, path, why) for row, path, why in refused]
+
+    def absorb(self, part: FeatureStore) -> None:
+        """Append all rows of another store, which holds those that come next."""
+        rows = {layer: part.rows(layer) for layer in self.layers}
+        for start in range(0, len(part.ids), ABSORB_ROWS):
+            stop = min(start + ABSORB_ROWS, len(part.ids))
+            refused = [(row - start, path, why) for row, path, why in part._refused if start <= row < stop]
+            self.append({layer: np.ascontiguousarray(rows[layer][start:stop]) for layer in self.layers}, refused)
 
     def save(self) -> None:
         """Make what is done durable: rows first, then the word that they are there."""

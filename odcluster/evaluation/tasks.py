@@ -35,6 +35,7 @@ from odcluster.evaluation.semi import SemiResult, semi_supervised
 from odcluster.evaluation.subject import Subject
 from odcluster.evaluation.svm import SvmResult, check_folds, read_stored, svm_map, write_stored
 from odcluster.models.backbones import Backbone
+from odcluster.ranks import SINGLE, Ranks
 
 NUM_DRAWS = 5
 FEWER = "use --task linear, or fewer training images"
@@ -43,6 +44,10 @@ FAST_NUMBERS = 2 * 10**8
 """Numbers per layer that the fast linear probe may hold: 5,011 images of 9,600 dimensions, or 50,000 of 4,000."""
 
 Progress = Callable[[str, int, int], None]
+
+
+class Helped(Exception):
+    """This rank has computed its share of the features; rank 0 does the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +78,7 @@ class Workshop:
     device: torch.device
     progress: Progress
     say: Callable[[str], None]
+    ranks: Ranks = SINGLE
 
     def key(self) -> str:
         """Stands for weights, size, images and labels; work under another key is never taken up."""
@@ -136,8 +142,11 @@ def both_sides(workshop: Workshop, layers: list[str], *, whole: bool, max_dims: 
             progress=progress,
             ids=part.ids,
             max_dims=max_dims,
+            ranks=workshop.ranks,
         )
         sides.append(Side(store, store.usable))
+    if not workshop.ranks.is_first:
+        raise Helped
     size = sum(side.store.num_bytes for side in sides)
     workshop.say(f"features: {size / 1e9:.2f} GB in {workshop.subject.directory / 'features'}, kept for other tasks")
     return sides[0], sides[1]

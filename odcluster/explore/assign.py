@@ -42,6 +42,7 @@ from odcluster.explore.features import Network, Progress, load_network, read_mem
 from odcluster.models.backbones import Backbone
 from odcluster.models.heads import l2_normalise
 from odcluster.models.sobel import represent
+from odcluster.ranks import SINGLE, Ranks
 from odcluster.training.devices import has_bfloat16
 from odcluster.training.run import Run
 from odcluster.training.survey import to_network
@@ -95,10 +96,49 @@ class Assigned:
 
 
 def assign_images(
-    assigner: Assigner, source: Source, *, batch_size: int, workers: int, device: torch.device, progress: Progress
+    assigner: Assigner,
+    source: Source,
+    *,
+    batch_size: int,
+    workers: int,
+    device: torch.device,
+    progress: Progress,
+    ranks: Ranks = SINGLE,
 ) -> Generator[Assigned, None, None]:
-    """All images in the order of their ids, a batch at a time."""
-    ids = np.arange(len(source), dtype=np.int64)
+    """All images in the order of their ids, a batch at a time; with several ranks, on rank 0 and once all are done."""
+    own = ranks.own_batches(len(source), batch_size)
+    ids = np.arange(own.start, own.stop, dtype=np.int64)
+    batches = assign_ids(assigner, source, ids, batch_size, workers, device, progress)
+    if ranks.world_size == 1:
+        yield from batches
+        return
+    found = list(batches)
+    ranks.meet()
+    blocks = [ranks.own_batches(len(source), batch_size, rank) for rank in range(ranks.world_size)]
+    sizes = [block.stop - block.start for block in blocks]
+
+    def gathered(parts: list[NDArray[Any]], kind: type) -> NDArray[Any]:
+        return ranks.gather(torch.from_numpy(np.concatenate([np.empty(0, kind), *parts])), sizes).numpy()
+
+    clusters = gathered([batch.clusters for batch in found], np.int64)
+    confidences = gathered([batch.confidences for batch in found], np.float32)
+    distances = gathered([batch.distances for batch in found], np.float32)
+    refused = [(i, why) for told in ranks.share([batch.refused for batch in found]) for some in told for i, why in some]
+    if ranks.is_first:
+        everyone = np.arange(len(source), dtype=np.int64)
+        yield Assigned(everyone, clusters, confidences, distances, refused)
+
+
+def assign_ids(
+    assigner: Assigner,
+    source: Source,
+    ids: NDArray[np.int64],
+    batch_size: int,
+    workers: int,
+    device: torch.device,
+    progress: Progress,
+) -> Generator[Assigned, None, None]:
+    """The given images, a batch at a time."""
     with evaluation_loader(source, assigner.backbone, workers, device) as loader:
         mean, std = loader.normalisation_on(device)
         progress("images", 0, len(ids))

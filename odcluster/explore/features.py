@@ -34,6 +34,7 @@ from odcluster.models.weights import load_backbone
 from odcluster.training import checkpoint
 from odcluster.training.devices import choose_device
 from odcluster.training.run import Run
+from odcluster.training.shards import load_memory
 from odcluster.training.survey import to_network
 
 MOST_CLUSTERS = 1000
@@ -85,14 +86,24 @@ def read_memory(run: Run) -> Memory | None:
             try:
                 state = checkpoint.read_state(path)
                 check_file(path, state, "memory.safetensors")
-                with safe_open(path / "memory.safetensors", "pt") as file:
-                    tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+                tensors = mapped_memory(path, state)
             except (DataError, OSError, SafetensorError):
                 continue
             return memory_of(path.name, state, tensors)
         if not paths:
             return None
     return None
+
+
+def mapped_memory(path: Path, state: dict[str, Any]) -> dict[str, Tensor]:
+    """The memories of a checkpoint: mapped, or, where several ranks wrote them, read and put together."""
+    shards = [name for name in state["files"] if name.startswith("memory-")]
+    if shards:
+        for name in shards:
+            check_file(path, state, name)
+        return load_memory(path, state)
+    with safe_open(path / "memory.safetensors", "pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
 
 
 def memory_of(name: str, state: dict[str, Any], tensors: dict[str, Tensor]) -> Memory:

@@ -264,6 +264,7 @@ class ODC(nn.Module):
         usable = seen & features.isfinite().all(dim=1)
         rows = self.frozen_rows(features, survey, usable)
         plain = self.first_labels(rows, usable, self.config.clusters or 1, survey)
+        plain = self.ranks.gather_blocks(plain, len(self.samples.labels))
         return {PLAIN_AGREEMENT: agreement_of_neighbours(self.neighbours, plain)}
 
     def health(self) -> Mapping[str, float]:

@@ -219,6 +219,7 @@ class Trainer:
             if self.step == self.schedule.first_step(epoch + 1):
                 check_agreement(self.ranks, self.module, self.step)
                 self.method.end_epoch(epoch)
+                check_agreement(self.ranks, self.module, self.step)
                 self.begun = False
             if not self.begun or self.step == self.schedule.total_steps:
                 self._record_sizes(epoch)
@@ -286,6 +287,7 @@ class Trainer:
         average_statistics(self.ranks, self.module)
         moved = [p.grad for p in self.module.parameters() if p.grad is not None]
         moved += [buffer for buffer in running if buffer.is_floating_point()]
+        loss = outcome.loss.detach()
         # Finite only if all terms are: one question to the device. The rate, because a gradient times it may overflow.
         finite = outcome.loss.detach() + nn.utils.get_total_norm(moved) * max(1.0, self.schedule.lr(self.step))
         finite = finite if outcome.features is None else finite + outcome.features.sum()
