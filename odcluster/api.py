@@ -36,7 +36,7 @@ from odcluster.methods.rotation import Rotation
 from odcluster.models.backbones import Backbone, check_takes, create_backbone, freeze_stages
 from odcluster.models.sobel import represent
 from odcluster.models.weights import describe_weights, load_backbone_weights
-from odcluster.ranks import SINGLE, Ranks, joined, local_ranks
+from odcluster.ranks import SINGLE, Ranks, joined, local_ranks, world_size
 from odcluster.recipes import default_recipe
 from odcluster.recipes import recipe as recipe_of
 from odcluster.training import checkpoint, shards
@@ -208,15 +208,19 @@ def resume(
     run = open_run(Path(run_path), settled=False)
     if epochs is not None and epochs < 1:
         raise UserError(f"--epochs {epochs}: a resumed run can only be trained longer, by 1 epoch or more")
+    if world_size() > 1 and (remap or add or epochs):
+        raise UserError(
+            "--remap, --add and --epochs are for one process: give them to `odcluster resume` without torchrun, stop "
+            "it once it trains, and go on with torchrun"
+        )
     chosen_device = choose_device(device or run.config().device)
-    given = {"workers": workers, "max_refused": max_refused}
-    given = {name: value for name, value in given.items() if value is not None}
     with joined(chosen_device) as ranks, locked(run, ranks):
         console = speaking(console, ranks)
-        ranks.first(partial(tidy, run))
+        ranks.first(lambda: tidy(run))
         found = shards.find(run.checkpoints, console.warn, ranks)
         before, stored = as_of(run, found.state) if found else (run.manifest(), run.config())
-        config = changed(stored, **given)
+        given = {"workers": workers, "max_refused": max_refused}
+        config = changed(stored, **{name: value for name, value in given.items() if value is not None})
         if data is None and not config.data:
             raise UserError(f"{run.path} was trained on an array in memory: resume it from Python with data=...")
         if found:
@@ -228,12 +232,10 @@ def resume(
             raise UserError(
                 f"{run.path} has not been trained yet: `odcluster resume {run.path}` without --epochs begins"
             )
-        if renewed := bool(changes or changes.touched or epochs):
-            renew.check_alone(run, ranks)
-        if found and renewed:
+        if found and (changes or changes.touched or epochs) and ranks.world_size == 1:
             found = renew.take_in(run, found, source, before, changes, stored, epochs, console.say)
-            config = changed(run.config(), **given)
-        elif not found and changes:
+            config = changed(run.config(), **{name: value for name, value in given.items() if value is not None})
+        elif not found and changes and ranks.is_first:
             source.manifest.write(run.manifest_file)
         config = agreed(config, ranks)
         where = f"resuming {run.path} at step {found.state['step']}" if found else ""
@@ -243,7 +245,7 @@ def resume(
 
 
 def tidy(run: Run) -> None:
-    """Put right what a kill left behind."""
+    """Put away, or complete, what a process that was killed has left behind."""
     run.sweep()
     renew.settle(run)
 
@@ -311,7 +313,7 @@ def frozen_features(
     device: torch.device,
     console: Console,
     stop: StopFlag,
-    ranks: Ranks,
+    ranks: Ranks = SINGLE,
 ) -> FrozenViews:
     """What the frozen backbone makes of all images and views of them: in the run directory, or made now."""
     backbone, views = cast(Backbone, method.backbone), config.fine_tuning.cached_views
@@ -322,7 +324,7 @@ def frozen_features(
         if done:
             console.progress("features of the frozen backbone", done, total)
 
-    def make() -> FrozenViews:
+    try:
         return frozen_views(
             run.path / "features",
             loader,
@@ -338,11 +340,6 @@ def frozen_features(
             ranks=ranks,
             bfloat16=config.running.precision == "bfloat16",
         )
-
-    made: list[FrozenViews] = []
-    try:
-        ranks.first(lambda: made.append(make()))  # rank 0 makes them, the others read them
-        return made[0] if made else make()
     except Interrupted as stopped:
         raise Interrupted(
             f"stopped, the features made so far are kept: `odcluster resume {run.path}` goes on"

@@ -76,6 +76,11 @@ class Ranks:
         blocks = (self.own(count, rank) for rank in range(self.world_size))
         return [block.stop - block.start for block in blocks]
 
+    def own_batches(self, count: int, batch_size: int, rank: int | None = None) -> slice:
+        """A block of ids as `own`, but of whole batches: each then holds the same ids for any number of ranks."""
+        batches = self.own(-(-count // batch_size), rank)
+        return slice(min(count, batches.start * batch_size), min(count, batches.stop * batch_size))
+
     # Exchanges ------------------------------------------------------------
 
     def sum(self, tensor: Tensor) -> Tensor:

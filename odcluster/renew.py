@@ -20,7 +20,6 @@ from odcluster.data.readers import shown
 from odcluster.data.sources import FILES, Manifest, Source
 from odcluster.errors import DataError, UserError
 from odcluster.explore.curation import carry_edits
-from odcluster.ranks import Ranks
 from odcluster.training import carry, checkpoint
 from odcluster.training.run import Run
 
@@ -49,15 +48,6 @@ def check_unchanged(run: Run, config: Config, found: checkpoint.Checkpoint, warn
     version = found.state["versions"]["torch"]
     if version != torch.__version__:
         warn(f"the run was started with torch {version} and goes on with {torch.__version__}: bits may differ")
-
-
-def check_alone(run: Run, ranks: Ranks) -> None:
-    """A change of the images is written by one process."""
-    if ranks.world_size > 1:
-        raise UserError(
-            f"--remap, --add and --epochs want one process: `odcluster resume {run.path}` with them and without "
-            "torchrun, Ctrl-C as soon as it trains, then go on with torchrun"
-        )
 
 
 def open_images(

@@ -19,7 +19,7 @@ from odcluster.data.loading import Batches
 from odcluster.errors import DataError
 from odcluster.methods.interface import Batch
 from odcluster.ranks import SINGLE
-from odcluster.training import checkpoint
+from odcluster.training import shards
 from odcluster.training.console import Console
 from odcluster.training.devices import StopFlag, choose_device
 from odcluster.training.run import open_run
@@ -45,7 +45,7 @@ def diverged_batch(run_path: str | os.PathLike[str], *, data: np.ndarray | None 
     with StopFlag() as stop, build_loader(config, source, method, where, console, stop) as loader:
         batches: Batches = loader
         if config.fine_tuning.frozen:
-            batches = frozen_features(run, config, loader, method, source.manifest, where, console, stop, SINGLE)
+            batches = frozen_features(run, config, loader, method, source.manifest, where, console, stop)
         (raw,) = batches.training(record["epoch"], [np.array(record["ids"], np.int64)])
         images = to_network(raw.images, *batches.normalisation_on(where))
     return Batch(raw.ids.to(where), images, epoch=record["epoch"], step=record["step"])

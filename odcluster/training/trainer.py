@@ -219,7 +219,6 @@ class Trainer:
             if self.step == self.schedule.first_step(epoch + 1):
                 check_agreement(self.ranks, self.module, self.step)
                 self.method.end_epoch(epoch)
-                check_agreement(self.ranks, self.module, self.step)
                 self.begun = False
             if not self.begun or self.step == self.schedule.total_steps:
                 self._record_sizes(epoch)
@@ -289,9 +288,10 @@ class Trainer:
         moved += [buffer for buffer in running if buffer.is_floating_point()]
         loss = outcome.loss.detach()
         # Finite only if all terms are: one question to the device. The rate, because a gradient times it may overflow.
-        finite = outcome.loss.detach() + nn.utils.get_total_norm(moved) * max(1.0, self.schedule.lr(self.step))
+        finite = loss + nn.utils.get_total_norm(moved) * max(1.0, self.schedule.lr(self.step))
         finite = finite if outcome.features is None else finite + outcome.features.sum()
-        loss, finite = self.mean_over_ranks(outcome.loss.detach(), finite)
+        if not alone:  # each rank knows its own loss and features only
+            loss, finite = self.ranks.sum(torch.stack([loss, finite])) / self.ranks.world_size
         if not torch.isfinite(finite):
             for buffer, old in zip(running, before, strict=True):
                 buffer.copy_(old)
@@ -302,12 +302,6 @@ class Trainer:
         with torch.no_grad():
             values = self.method.after_step(batch, outcome)
         self.window.add({"loss": loss, **values})
-
-    def mean_over_ranks(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """The same numbers on all ranks, so that they decide alike."""
-        if self.ranks.world_size == 1:
-            return values
-        return tuple(self.ranks.sum(torch.stack([value.float() for value in values])) / self.ranks.world_size)
 
     def _skip(self, batch: Batch, loss: float) -> None:
         self.skips += 1
