@@ -24,7 +24,7 @@ from odcluster.training.devices import StopFlag
 from odcluster.training.run import open_run
 
 METHODS = {
-    "odc": {"warm_share": 0.25},
+    "odc": {"warm_share": 0.25, "final_pass": False},
     "fine": {"fine_share": 0.5, "fine_clusters": 12, "final_pass": True, "algorithm": "adamw", "warm_share": 0.0},
     "deepcluster": {"method": "deepcluster"},
     "rotation": {"method": "rotation"},
@@ -143,9 +143,8 @@ def test_a_finished_run_takes_more_images_in(name, originals, place, capsys):
         table = read_clusters_csv(run / "clusters.csv")
         assert table.names == open_run(run).manifest().paths
         assert len(table.names) == 140
-        assert (table.labels >= 0).mean() > 0.9  # an epoch leaves a remainder out; the final pass none
-    if name == "fine":
         assert (table.labels >= 0).all()
+    if name == "fine":
         assert len(newest(run).tensors["memory"]["centroids.counts"]) == TINY["clusters"]
     assert [line["images_new"] for line in metrics_without_timings(run) if line.get("event") == "images"] == [40]
     lines = [line["step"] for line in metrics_without_timings(run)]

@@ -16,6 +16,7 @@ import stat
 import struct
 import threading
 import warnings
+from typing import cast
 
 import numpy as np
 import simplejpeg
@@ -27,6 +28,8 @@ MAX_PIXELS = 100_000_000
 """A larger image is refused; this one is 300 MB of RGB."""
 MAX_FILE_BYTES = 500_000_000
 """A larger file is refused before it is read."""
+BLOCK = 1 << 20
+"""Pixels of a large grey image that are converted at a time."""
 MAX_SCANS = 64
 """A progressive JPEG has about 10 scans. Each is a pass over all pixels: thousands of them are an attack."""
 
@@ -290,6 +293,7 @@ def _open_pillow(data: bytes, kind: str) -> tuple[Image.Image, int]:
     if kind == "JPEG":
         return image, _jpeg_orientation(data)
     if kind == "TIFF":  # Pillow turns these itself, and gives the size after turning
+        _check_strips(image)
         return image, 1
     try:
         # The base class's method: that of PNG decodes the whole image to look for EXIF behind the pixels.
@@ -297,6 +301,15 @@ def _open_pillow(data: bytes, kind: str) -> tuple[Image.Image, int]:
     except Exception:
         return image, 1
     return image, orientation if orientation in range(1, 9) else 1
+
+
+def _check_strips(image: Image.Image) -> None:
+    """Refuse a TIFF whose parts do not cover it: Pillow would leave the rest black, after making room for all of it."""
+    parts = [part[1] or (0, 0, 0, 0) for part in cast(ImageFile.ImageFile, image).tile]
+    right, bottom = (max((part[side] for part in parts), default=0) for side in (2, 3))
+    covered = sorted((right, bottom))
+    if any(side < needed for side, needed in zip(covered, sorted(image.size), strict=True)):
+        raise ImageRefused(f"truncated or damaged TIFF: only {right} x {bottom} of its pixels are there")
 
 
 def _decode_pillow(data: bytes, kind: str) -> np.ndarray:
@@ -328,15 +341,25 @@ def _to_8_bit(grey: np.ndarray) -> np.ndarray:
     Integers up to 65535 are 16-bit data, floats in 0..1 are shares of white, floats up to 255 are 8-bit data;
     any other range is stretched to 0..255, for want of a meaning.
     """
-    values = np.nan_to_num(grey.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
-    low, high = float(values.min()), float(values.max())
+    flat = grey.reshape(-1)
+    parts = [slice(start, start + BLOCK) for start in range(0, len(flat), BLOCK)]  # 100 million floats are 400 MB
+
+    def values(part: slice) -> np.ndarray:
+        return np.nan_to_num(flat[part].astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+
+    low = min(float(values(part).min()) for part in parts)
+    high = max(float(values(part).max()) for part in parts)
     if grey.dtype.kind != "f" and low >= 0 and high <= 65535:
         return (grey >> 8).astype(np.uint8)
+    scale, offset = 1.0, 0.0
     if low >= 0 and high <= 1:
-        values = values * 255
+        scale = 255
     elif low < 0 or high > 255:
-        values = (values - low) * (255 / (high - low))
-    return np.clip(np.rint(values), 0, 255).astype(np.uint8)
+        scale, offset = 255 / (high - low), low
+    result = np.empty(flat.shape, np.uint8)
+    for part in parts:
+        result[part] = np.clip(np.rint((values(part) - offset) * scale), 0, 255)
+    return result.reshape(grey.shape)
 
 
 def _grey_to_rgb(grey: np.ndarray) -> np.ndarray:

@@ -250,11 +250,19 @@ class ODC(nn.Module):
             self.centroids.rebuild(self.samples)
 
     def finish(self, survey: Survey) -> None:
-        """Every image's row and label from its evaluation view, as `odcluster assign` sees it."""
-        if not self.config.clustering.final_pass or not bool(self.centroids.counts.any()):
+        """Every image's row and label from its evaluation view, as `odcluster assign` sees it; without a final pass
+        only those of images that no step has visited.
+        """
+        if not bool(self.centroids.counts.any()):
             return
-        _, seen = survey.features(self.embed, out=self.samples.rows)
-        self.centroids.relabel(self.samples, self.samples.normalise(seen))
+        if self.config.clustering.final_pass:
+            _, seen = survey.features(self.embed, out=self.samples.rows)
+            self.centroids.relabel(self.samples, self.samples.normalise(seen))
+        elif bool((self.samples.labels == UNSEEN).any()):  # added late, or unreadable
+            features, seen = survey.features(self.embed)
+            ids = (seen & (self.samples.labels == UNSEEN)).nonzero().flatten()
+            if len(ids) > 0:
+                self.centroids.move(self.samples.update(ids, features[ids], self.centroids.centroids))
 
     def complete(self, survey: Survey) -> Mapping[str, float]:
         """With a frozen backbone: who is near whom, the new images among them."""

@@ -170,6 +170,27 @@ def test_32_bit_greys_become_8_bit(values: np.ndarray, expected: list[int]) -> N
     np.testing.assert_array_equal(decode(encode(Image.fromarray(values), "TIFF"))[0, :, 0], expected)
 
 
+def test_large_greys_are_converted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(0).normal(size=(50, 40)).astype(np.float32)
+    whole = decode(encode(Image.fromarray(values), "TIFF"))
+    monkeypatch.setattr(images, "BLOCK", 7)
+    np.testing.assert_array_equal(decode(encode(Image.fromarray(values), "TIFF")), whole)
+    assert whole.min() == 0
+    assert whole.max() == 255
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "F"])
+def test_a_tiff_that_claims_more_than_it_has_is_refused(mode: str) -> None:
+    """Found by flipping bytes: Pillow made room for a hundred million pixels and left them black."""
+    data = encode(Image.fromarray(smooth(24, 33)).convert(mode), "TIFF")
+    height = data.index(struct.pack("<HHI", 257, 4, 1) if struct.pack("<HHI", 257, 4, 1) in data else b"\x01\x01\x03\0")
+    taller = bytearray(data)
+    taller[height + 8 : height + 12] = struct.pack("<I", 60_000)
+    assert "only 33 x 24" in refusal(bytes(taller))
+    with pytest.raises(ImageRefused, match="only 33 x 24"):
+        image_size(bytes(taller))
+
+
 @pytest.mark.parametrize("kind", ["JPEG", "TIFF"])
 def test_cmyk_becomes_rgb(kind: str) -> None:
     pixels = smooth(32, 32)
