@@ -186,7 +186,7 @@ def test_a_changed_configuration_is_refused(image_folder, tmp_path):
     config = json.loads((run / "config.json").read_text())
     views = {**config["augmentation"], "crop_scale": [0.5, 1.0]}
     (run / "config.json").write_text(json.dumps({**config, "lr": 0.5, "augmentation": views}))
-    changes = r"was changed since .*\(crop_scale was \[0.2, 1.0\] and is \[0.5, 1.0\]; lr was 0.001 and is 0.5\)"
+    changes = r"was changed since .*\(crop_scale was \[0.2, 1.0\] and is \[0.5, 1.0\]; lr was 0.003 and is 0.5\)"
     with pytest.raises(DataError, match=changes):
         odcluster.resume(run, quiet=True)
     running = {**config["running"], "log_interval": 7, "checkpoint_minutes": 3.0}
