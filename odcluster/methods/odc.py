@@ -260,9 +260,12 @@ class ODC(nn.Module):
             self.centroids.relabel(self.samples, self.samples.normalise(seen))
         elif bool((self.samples.labels == UNSEEN).any()):  # added late, or unreadable
             features, seen = survey.features(self.embed)
-            ids = (seen & (self.samples.labels == UNSEEN)).nonzero().flatten()
+            here = (seen & (self.samples.own_labels == UNSEEN)).nonzero().flatten()
+            sizes = self.ranks.share(len(here))
+            ids = self.ranks.gather(here + self.samples.own.start, sizes)
             if len(ids) > 0:
-                self.centroids.move(self.samples.update(ids, features[ids], self.centroids.centroids))
+                entering = self.ranks.gather(features[here], sizes)
+                self.centroids.move(self.samples.update(ids, entering, self.centroids.centroids))
 
     def complete(self, survey: Survey) -> Mapping[str, float]:
         """With a frozen backbone: who is near whom, the new images among them."""

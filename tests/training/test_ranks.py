@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launching import hashes, launch, launched
 from tiny_runs import TINY, metrics_without_timings
 
 import odcluster
@@ -17,7 +16,6 @@ from odcluster.training import checkpoint
 from odcluster.training.metrics import read_metrics
 from odcluster.training.shards import find
 
-JOBS = Path(__file__).parents[1] / "rank_jobs.py"
 SINGLE_MODE = {
     **TINY,
     "recipe": "odc_small",
@@ -39,24 +37,6 @@ SINGLE_MODE = {
     "lr": 0.05,
 }
 SINGLE_MODE.pop("epochs")
-
-
-def launch(num_ranks: int, *words: str, options: tuple[str, ...] = (), timeout: float = 240, **environment: str):
-    """Run a job of rank_jobs.py under torchrun; returns the finished process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    return subprocess.run(
-        [*command, *options, str(JOBS), *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "ODCLUSTER_TIMEOUT": "60", **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-
-
-def launched(num_ranks: int, *words: str) -> str:
-    done = launch(num_ranks, *words)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return done.stdout
 
 
 def state(run: Path) -> dict[str, torch.Tensor]:
@@ -131,11 +111,6 @@ METHODS = {
     "jigsaw": {"method": "jigsaw", "permutations": 10},
     "colorization": {"method": "colorization"},
 }
-
-
-def hashes(run: Path) -> dict[str, str]:
-    newest = checkpoint.candidates(run / "checkpoints")[0]
-    return {name: entry["sha256"] for name, entry in checkpoint.read_state(newest)["files"].items()}
 
 
 def test_ranks_that_differ_stop(image_folder, tmp_path):

@@ -1,0 +1,173 @@
+"""Ranks that are killed, stopped, slow or frozen; other numbers of ranks; machines of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from launching import JOBS, TORCHRUN, environment, hashes, launch, launched
+from tiny_runs import TINY
+
+import odcluster
+from odcluster.training import checkpoint
+
+OPTIONS = {**TINY, "checkpoint_minutes": 0, "keep_checkpoints": 100}
+
+
+def hurt(folder: Path, run: Path, what: str, rank: int, at: int, ranks: int = 2, **options):
+    return launch(ranks, "hurt", str(folder), str(run), json.dumps(OPTIONS), what, str(rank), str(at), **options)
+
+
+@pytest.fixture(scope="session")
+def reference(image_folder, tmp_path_factory) -> Path:
+    """An undisturbed run of two ranks."""
+    run = tmp_path_factory.mktemp("reference") / "run"
+    assert hurt(image_folder, run, "SIGKILL", 0, 10_000).returncode == 0
+    return run
+
+
+def test_a_killed_rank_is_named_and_torchrun_goes_on_to_the_same_bits(reference, image_folder, tmp_path):
+    done = hurt(image_folder, tmp_path / "run", "SIGKILL", 1, 7, options=("--max-restarts=1",))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "odcluster: rank 1 (on " in done.stderr
+    assert "stopped answering" in done.stderr
+    assert hashes(tmp_path / "run") == hashes(reference)
+
+
+def test_without_restarts_the_others_stop_and_a_resume_ends_with_the_same_bits(reference, image_folder, tmp_path):
+    run = tmp_path / "run"
+    done = hurt(image_folder, run, "SIGKILL", 0, 9)
+    assert done.returncode != 0
+    assert "odcluster (rank 1): rank 0 (on " in done.stderr
+    launched(2, "train", json.dumps([["resume", str(run), "", {}]]))
+    assert hashes(run) == hashes(reference)
+
+
+def test_a_wish_to_stop_on_one_rank_stops_all_and_saves(reference, image_folder, tmp_path):
+    run = tmp_path / "run"
+    done = hurt(image_folder, run, "SIGTERM", 1, 7)
+    assert done.stderr.count("exitcode  : 75") + done.stderr.count("(exitcode: 75)") >= 2, done.stderr[-3000:]
+    assert done.stderr.count("stopped at step 8, everything saved") == 2
+    assert hashes(run)["step"] == "step-00000008"
+    launched(2, "train", json.dumps([["resume", str(run), "", {}]]))
+    assert hashes(run) == hashes(reference)
+
+
+def test_a_slow_rank_only_slows(reference, image_folder, tmp_path):
+    done = hurt(image_folder, tmp_path / "run", "slow", 1, 5)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert hashes(tmp_path / "run") == hashes(reference)
+
+
+def test_a_frozen_rank_is_named_after_the_timeout(image_folder, tmp_path):
+    done = hurt(image_folder, tmp_path / "run", "SIGSTOP", 1, 7, ODCLUSTER_TIMEOUT="20")
+    assert done.returncode != 0
+    assert "rank 1 (on " in done.stderr
+    assert "stopped answering" in done.stderr
+
+
+def test_all_ranks_go_back_to_the_same_checkpoint_when_one_part_is_damaged(reference, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(reference, run)
+    for path in checkpoint.candidates(run / "checkpoints")[:2]:
+        shutil.rmtree(path)
+    newest = checkpoint.candidates(run / "checkpoints")[0]
+    part = newest / "memory-0001-of-0002.safetensors"
+    part.write_bytes(part.read_bytes()[:-9] + b"123456789")
+    launched(2, "train", json.dumps([["resume", str(run), "", {}]]))
+    assert "is damaged" in (run / "train.log").read_text()
+    assert hashes(run) == hashes(reference)
+
+
+def test_two_ranks_then_one_then_four(reference, image_folder, tmp_path):
+    """The same samples and views: the labels of nearly all images agree (batch norm sees other parts of a batch)."""
+    run = tmp_path / "run"
+    shutil.copytree(reference, run)
+    keep(run, 9)
+    launched(1, "train", json.dumps([["resume", str(run), "", {}]]))
+    keep(run, 16)
+    launched(4, "train", json.dumps([["resume", str(run), "", {}]]))
+    names = {path.name for path in (run / "checkpoints" / "step-00000024").iterdir()}
+    assert "memory-0003-of-0004.safetensors" in names
+    odcluster.report(run)
+    assert (run / "report.html").is_file()
+
+
+def keep(run: Path, last: int) -> None:
+    """Forget what came after a step."""
+    for path in checkpoint.candidates(run / "checkpoints"):
+        if int(path.name[5:]) > last:
+            shutil.rmtree(path)
+
+
+def test_verbs_that_are_spread_give_what_one_process_gives(reference, image_folder, tmp_path):
+    for ranks in ("1", "2"):
+        for verb, name in (("embed", "rows.npy"), ("assign", "table.csv")):
+            words = [
+                verb,
+                str(reference),
+                str(image_folder),
+                "--out",
+                str(tmp_path / ranks / name),
+                "--batch-size",
+                "8",
+            ]
+            command = [*TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", "-m", "odcluster", *words]
+            subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=300)
+    for name in ("rows.npy", "rows.images.csv", "table.csv"):
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes(), name
+
+
+# Machines of their own: network namespaces ------------------------------------------------------------
+
+
+@pytest.fixture
+def two_machines():
+    """Two network namespaces with an address each, joined by a cable; nothing else is reachable from them."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    names = [f"odc{os.getpid()}{side}" for side in "ab"]
+    cables = [f"v{os.getpid() % 10**6}{side}" for side in "ab"]
+    addresses = ["10.231.77.1", "10.231.77.2"]
+    try:
+        for name in names:
+            subprocess.run(["ip", "netns", "add", name], check=True)
+        subprocess.run(["ip", "link", "add", cables[0], "type", "veth", "peer", "name", cables[1]], check=True)
+        for name, cable, address in zip(names, cables, addresses, strict=True):
+            subprocess.run(["ip", "link", "set", cable, "netns", name], check=True)
+            inside = ["ip", "-n", name]
+            subprocess.run([*inside, "addr", "add", f"{address}/24", "dev", cable], check=True)
+            subprocess.run([*inside, "link", "set", cable, "up"], check=True)
+            subprocess.run([*inside, "link", "set", "lo", "up"], check=True)
+        yield list(zip(names, cables, addresses, strict=True))
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def test_two_machines_train_as_one(two_machines, reference, image_folder, tmp_path):
+    run, first = tmp_path / "run", two_machines[0][2]
+    children = []
+    for name, cable, address in two_machines:
+        host = f"--rdzv-conf=is_host={int(address == first)}"  # a namespace has the name of the whole machine
+        command = [
+            *TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:29400",
+            host, "--rdzv-id=test", f"--local-addr={address}", str(JOBS), "hurt", str(image_folder), str(run),
+            json.dumps(OPTIONS), "SIGKILL", "0", "10000",
+        ]  # fmt: skip
+        children.append(
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, *command],
+                env=environment(GLOO_SOCKET_IFNAME=cable),
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    for child in children:
+        _, said = child.communicate(timeout=300)
+        assert child.returncode == 0, said[-4000:]
+    assert hashes(run) == hashes(reference)
