@@ -12,6 +12,7 @@ exact:
 from __future__ import annotations
 
 import csv
+import glob
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -108,11 +109,27 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A path beside `path` to write to; in the end it replaces `path`, after an error it is gone."""
     final = Path(path)
     partial = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    for left in final.parent.glob(f".{glob.escape(final.name)}.*.tmp"):
+        if not is_alive(left.name.split(".")[-2]):  # its writer was killed
+            left.unlink(missing_ok=True)
     try:
         yield partial
         os.replace(partial, final)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def is_alive(pid: str) -> bool:
+    """Whether a process of that number runs; where that cannot be known it is taken for one that does."""
+    if os.name != "posix":  # elsewhere the question itself may end it
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except (ValueError, OSError, OverflowError):
+        return True
+    return True
 
 
 def _cell(name: str) -> str:
