@@ -234,7 +234,7 @@ def test_evaluation(name, tmp_path):
             wrong = scores(out) != expected or hidden
             lost += [f"{fault.__name__} {number}: {hidden}"] if wrong else []
             record("kill during evaluation", not wrong)
-            tried, number = tried + 1, number + 1
+            tried, number = tried + 1, number + (3 if name.startswith("published") else 1)  # hundreds of places
     assert tried >= 10
     assert lost == []
 
@@ -253,8 +253,9 @@ def test_report(images, references, tmp_path):
             tried, number = tried + 1, number + 1
             finish(partial(report, run, quiet=True), output)
             whole = (run / "report.html").read_text().rstrip().endswith("</html>")
-            lost += [] if whole and compare(run, references("odc")) == before else [f"{fault.__name__} {number}"]
-            record("kill during report", whole)
+            well = whole and compare(run, references("odc")) == before
+            lost += [] if well else [f"{fault.__name__} {number}"]
+            record("kill during report", well)
             (run / "report.html").unlink()
     assert tried >= 4
     assert lost == []
