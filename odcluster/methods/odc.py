@@ -260,9 +260,9 @@ class ODC(nn.Module):
             self.centroids.relabel(self.samples, self.samples.normalise(seen))
         elif bool((self.samples.labels == UNSEEN).any()):  # added late, or unreadable
             features, seen = survey.features(self.embed)
-            ids = (seen & (self.samples.labels == UNSEEN)).nonzero().flatten()
-            if len(ids) > 0:
-                self.centroids.move(self.samples.update(ids, features[ids], self.centroids.centroids))
+            new = seen & (self.samples.own_labels == UNSEEN) & features.isfinite().all(dim=1)
+            self.samples.rows[new] = l2_normalise(features[new])
+            self.centroids.relabel(self.samples, new)
 
     def complete(self, survey: Survey) -> Mapping[str, float]:
         """With a frozen backbone: who is near whom, the new images among them."""
