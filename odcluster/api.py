@@ -36,7 +36,7 @@ from odcluster.methods.rotation import Rotation
 from odcluster.models.backbones import Backbone, check_takes, create_backbone, freeze_stages
 from odcluster.models.sobel import represent
 from odcluster.models.weights import describe_weights, load_backbone_weights
-from odcluster.ranks import SINGLE, Ranks, joined, local_ranks, world_size
+from odcluster.ranks import SINGLE, Ranks, joined, local_ranks
 from odcluster.recipes import default_recipe
 from odcluster.recipes import recipe as recipe_of
 from odcluster.training import checkpoint, shards
@@ -208,19 +208,15 @@ def resume(
     run = open_run(Path(run_path), settled=False)
     if epochs is not None and epochs < 1:
         raise UserError(f"--epochs {epochs}: a resumed run can only be trained longer, by 1 epoch or more")
-    if world_size() > 1 and (remap or add or epochs):
-        raise UserError(
-            "--remap, --add and --epochs are for one process: give them to `odcluster resume` without torchrun, stop "
-            "it once it trains, and go on with torchrun"
-        )
     chosen_device = choose_device(device or run.config().device)
     with joined(chosen_device) as ranks, locked(run, ranks):
         console = speaking(console, ranks)
         ranks.first(lambda: tidy(run))
         found = shards.find(run.checkpoints, console.warn, ranks)
         before, stored = as_of(run, found.state) if found else (run.manifest(), run.config())
-        given = {"workers": workers, "max_refused": max_refused}
-        config = changed(stored, **{name: value for name, value in given.items() if value is not None})
+        options = {"workers": workers, "max_refused": max_refused}
+        given = {name: value for name, value in options.items() if value is not None}
+        config = changed(stored, **given)
         if data is None and not config.data:
             raise UserError(f"{run.path} was trained on an array in memory: resume it from Python with data=...")
         if found:
@@ -232,11 +228,12 @@ def resume(
             raise UserError(
                 f"{run.path} has not been trained yet: `odcluster resume {run.path}` without --epochs begins"
             )
-        if found and (changes or changes.touched or epochs) and ranks.world_size == 1:
-            found = renew.take_in(run, found, source, before, changes, stored, epochs, console.say)
-            config = changed(run.config(), **{name: value for name, value in given.items() if value is not None})
-        elif not found and changes and ranks.is_first:
-            source.manifest.write(run.manifest_file)
+        if found and (changes or changes.touched or epochs):
+            take_in = partial(renew.take_in, run, found.path, source, before, changes, stored, epochs, console.say)
+            found = shards.load(run.checkpoints / ranks.first(take_in), ranks)
+            config = changed(run.config(), **given)
+        elif changes:
+            ranks.first(partial(source.manifest.write, run.manifest_file))
         config = agreed(config, ranks)
         where = f"resuming {run.path} at step {found.state['step']}" if found else ""
         console.say(where or f"starting {run.path} from the beginning")

@@ -20,7 +20,8 @@ from odcluster.data.readers import shown
 from odcluster.data.sources import FILES, Manifest, Source
 from odcluster.errors import DataError, UserError
 from odcluster.explore.curation import carry_edits
-from odcluster.training import carry, checkpoint
+from odcluster.ranks import SINGLE
+from odcluster.training import carry, checkpoint, shards
 from odcluster.training.run import Run
 
 Say = Callable[[str], None]
@@ -104,15 +105,19 @@ def added_images(run: Run, source: Source, place: str | os.PathLike[str]) -> Sou
 
 def take_in(
     run: Run,
-    found: checkpoint.Checkpoint,
+    path: Path,
     source: Source,
     before: Manifest,
     changes: Changes,
     config: Config,
     epochs: int | None,
     say: Say,
-) -> checkpoint.Checkpoint:
-    """Carry the run over to the images of the source; returns the checkpoint from which it goes on."""
+) -> str:
+    """Carry the run over from a checkpoint to the images of the source; returns the name of that from which it goes on.
+
+    For one process alone, whatever the number of ranks that wrote the checkpoint.
+    """
+    found = shards.load(path, SINGLE)
     if text := changes.sentence():
         say(text)
     if config.method == "labels" and before.class_names != source.manifest.class_names:
@@ -126,7 +131,7 @@ def take_in(
     say(f"{kept:,} images keep what is known of them, {num_new:,} enter at their first visit{refused}")
     if planned.more_epochs:
         say(f"  {'epochs':14} {planned.more_epochs} more  ({planned.why}; --epochs chooses another number)")
-    return checkpoint.load(run.checkpoints / f"step-{planned.step:08d}")
+    return f"step-{planned.step:08d}"
 
 
 def carry_refused(run: Run, manifest: Manifest) -> str:

@@ -146,7 +146,7 @@ def train(arguments: str) -> None:
         if verb == "train":
             odcluster.train(where, out=out, quiet=True, **options)
         else:
-            odcluster.resume(where, quiet=True)
+            odcluster.resume(where, quiet=True, **(options or {}))
 
 
 def disagree(folder: str, run: str, options: str) -> None:

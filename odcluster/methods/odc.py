@@ -260,12 +260,9 @@ class ODC(nn.Module):
             self.centroids.relabel(self.samples, self.samples.normalise(seen))
         elif bool((self.samples.labels == UNSEEN).any()):  # added late, or unreadable
             features, seen = survey.features(self.embed)
-            here = (seen & (self.samples.own_labels == UNSEEN)).nonzero().flatten()
-            sizes = self.ranks.share(len(here))
-            ids = self.ranks.gather(here + self.samples.own.start, sizes)
-            if len(ids) > 0:
-                entering = self.ranks.gather(features[here], sizes)
-                self.centroids.move(self.samples.update(ids, entering, self.centroids.centroids))
+            new = seen & (self.samples.own_labels == UNSEEN) & features.isfinite().all(dim=1)
+            self.samples.rows[new] = l2_normalise(features[new])
+            self.centroids.relabel(self.samples, new)
 
     def complete(self, survey: Survey) -> Mapping[str, float]:
         """With a frozen backbone: who is near whom, the new images among them."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from launching import hashes, launch, launched
-from tiny_runs import TINY, metrics_without_timings
+from tiny_runs import TINY, make_images, metrics_without_timings
 
 import odcluster
 from odcluster.training import checkpoint
@@ -117,3 +117,19 @@ def test_ranks_that_differ_stop(image_folder, tmp_path):
     done = launch(2, "disagree", str(image_folder), str(tmp_path / "run"), json.dumps({**TINY, "warm_share": 0.0}))
     assert done.returncode != 0
     assert "samples.labels of rank 1 differs from that of rank 0" in done.stderr
+
+
+def test_two_ranks_take_images_in_as_one_does(image_folder, tmp_path):
+    """Whoever wrote the checkpoint, and with however many the run goes on."""
+    more = make_images(tmp_path / "more", 21, seed=3)
+    options = {**SINGLE_MODE, "max_steps": 7}
+    alone = odcluster.train(image_folder, out=tmp_path / "alone", quiet=True, **options)
+    together = tmp_path / "together"
+    subprocess.run(["cp", "-r", str(alone), str(together)], check=True)
+    odcluster.resume(alone, add=more, epochs=1, quiet=True)
+    launched(2, "train", json.dumps([["resume", str(together), None, {"add": str(more), "epochs": 1}]]))
+    same_to_rounding(together, alone)
+    assert (together / "clusters.csv").read_text().count("\n") == 1 + 97 + 21
+    third = make_images(tmp_path / "third", 5, seed=4)
+    odcluster.resume(together, add=third, quiet=True)  # two ranks wrote, one goes on
+    assert (together / "clusters.csv").read_text().count("\n") == 1 + 97 + 21 + 5
