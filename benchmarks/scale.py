@@ -98,13 +98,13 @@ def launch(num_ranks: int, words: list[str], folder: Path) -> list[dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (("num", 1_280_000), ("dim", 256), ("clusters", 10_000), ("batch", 512)):
+    for name, value in (("images", 1_280_000), ("dim", 256), ("clusters", 10_000), ("batch", 512)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    sizes = (given.num, given.dim, given.clusters, given.batch)
+    sizes = (given.images, given.dim, given.clusters, given.batch)
     if given.worker:
         torch.set_num_threads(1)
         with joined(torch.device("cpu")) as ranks:
@@ -113,7 +113,7 @@ def main() -> None:
         return
     import tempfile
 
-    words = [f"--{name}={getattr(given, name)}" for name in ("num", "dim", "clusters", "batch")]
+    words = [f"--{name}={getattr(given, name)}" for name in ("images", "dim", "clusters", "batch")]
     results: dict[str, Any] = {"sizes": sizes, "load": os.getloadavg()[0], "cores": os.cpu_count()}
     for count in given.ranks:
         with tempfile.TemporaryDirectory() as folder:
