@@ -1,7 +1,7 @@
 """The command line. Options come from config.py, one definition for the command line, Python and config.json.
 
-Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 75 interrupted but saved, 130 second Ctrl-C. torch is imported only
-when a verb needs it, so that help is immediate.
+Exit codes: 0 done, 2 usage, 3 data, 4 diverged, 5 a rank was lost, 75 interrupted but saved, 130 second Ctrl-C. torch
+is imported only when a verb needs it, so that help is immediate.
 """
 
 from __future__ import annotations
