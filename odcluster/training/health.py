@@ -13,8 +13,11 @@ INPUT_BOUND = 0.1
 """Share of time spent waiting for images from which the line says so."""
 
 
-def progress_line(line: Mapping[str, Any], epochs: int) -> str:
-    """epoch, loss, change ratio, cluster sizes, speed and waiting, from a line of metrics.jsonl."""
+def progress_line(line: Mapping[str, Any], epochs: int, frozen: bool = False) -> str:
+    """epoch, loss, change ratio, cluster sizes, speed and waiting, from a line of metrics.jsonl.
+
+    With a frozen backbone no worker reads images while the neck trains: more of them would not help.
+    """
     timing = line["timing"]
     parts = [f"epoch {line['epoch'] + 1}/{epochs}"]
     if "loss" in line:
@@ -27,7 +30,7 @@ def progress_line(line: Mapping[str, Any], epochs: int) -> str:
         parts.append(f"clusters of {line['smallest']:.0f}-{line['largest']:.0f}")
     parts.append(f"{timing['images_per_second']:,.0f} img/s")
     waiting = f"waiting for data {timing['waiting']:.0%}"
-    parts.append(waiting + (" (input-bound: more --workers)" if timing["waiting"] > INPUT_BOUND else ""))
+    parts.append(waiting + (" (input-bound: more --workers)" if timing["waiting"] > INPUT_BOUND and not frozen else ""))
     return " · ".join(parts)
 
 

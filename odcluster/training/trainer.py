@@ -374,7 +374,7 @@ class Trainer:
         line |= {**means, **self.method.health(), "timing": timing}
         self._write(line)
         self.interval_start, self.images, self.waited = now, 0.0, 0.0
-        detail = health.progress_line(line, epochs=self.config.epochs or 0)
+        detail = health.progress_line(line, self.config.epochs or 0, bool(self.config.fine_tuning.frozen))
         self.console.progress(f"training ({phase.name})", self.step, self.schedule.total_steps, detail)
         for kind, sentence in health.worries(line, self.schedule, len(self.manifest), self.config):
             if kind not in self.warned:

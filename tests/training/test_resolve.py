@@ -138,6 +138,7 @@ def test_the_progress_line_says_what_matters():
     text = progress_line(line(), epochs=10)
     for part in ("epoch 9/10", "loss 1.000", "labels changed 5%", "5-30", "1,234 img/s", "40%", "input-bound"):
         assert part in text
+    assert "--workers" not in progress_line(line(), epochs=10, frozen=True)
 
 
 @pytest.mark.parametrize(
