@@ -97,6 +97,27 @@ def test_two_ranks_then_one_then_four(reference, image_folder, tmp_path):
     assert (run / "report.html").is_file()
 
 
+def test_every_method_trains_on_two_ranks(reference, image_folder, tmp_path):
+    methods = {
+        "rotation": {"method": "rotation"},
+        "jigsaw": {"method": "jigsaw", "permutations": 10},
+        "colorization": {"method": "colorization"},
+        "frozen": {"weights": str(reference), "frozen": True, "recipe": "finetune_odc"},
+        "fine": {"fine_share": 0.5, "fine_clusters": 12, "final_pass": True, "instance_weight": 1.0},
+    }
+    runs = [["train", str(image_folder), str(tmp_path / name), {**TINY, **given}] for name, given in methods.items()]
+    launched(2, "train", json.dumps(runs))
+    for name in methods:
+        assert (tmp_path / name / "backbone" / "model.safetensors").is_file(), name
+
+
+def test_refusals_are_told_alike_and_leave_nothing_behind(image_folder, tmp_path):
+    said = launched(2, "refuse", str(image_folder), str(tmp_path / "run"))
+    for rank in (0, 1):
+        assert f"{rank}: a batch of 2 cannot be shared by 2 ranks" in said
+        assert f"{rank}: 97 images in 90 clusters" in said
+
+
 def keep(run: Path, last: int) -> None:
     """Forget what came after a step."""
     for path in checkpoint.candidates(run / "checkpoints"):

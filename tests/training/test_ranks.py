@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launching import hashes, launch, launched
+from launching import launch, launched
 from tiny_runs import TINY, make_images, metrics_without_timings
 
 import odcluster
@@ -62,7 +62,7 @@ def test_clustering_across_four_ranks_equals_one_process():
 
 
 def test_two_ranks_do_what_one_does(image_folder, tmp_path):
-    """20 steps with small clusters that are dissolved and split, to rounding; stopped and gone on with to the bit."""
+    """20 steps with small clusters that are dissolved and split, to rounding; and one goes on with what two began."""
     reference = odcluster.train(image_folder, out=tmp_path / "one", quiet=True, **SINGLE_MODE)
     lines = read_metrics(reference / "metrics.jsonl")
     assert sum(line.get("small_clusters", 0) for line in lines) > 0, "the test must meet small clusters"
@@ -90,26 +90,19 @@ def test_two_ranks_do_what_one_does(image_folder, tmp_path):
     for name in METHODS:
         assert (tmp_path / name / "backbone" / "model.safetensors").is_file(), name
         assert not any(line.get("skipped") for line in read_metrics(tmp_path / name / "metrics.jsonl"))
-    # From the middle: with one rank to rounding, with two to the bit.
-    before = hashes(run)
+    # From the middle, with one rank (with two, to the bit: tests/faults/test_ranks.py).
     for path in checkpoint.candidates(run / "checkpoints"):
         if int(path.name[5:]) > 7:
             for file in path.iterdir():
                 file.unlink()
             path.rmdir()
-    alone = tmp_path / "two to one"
-    subprocess.run(["cp", "-r", str(run), str(alone)], check=True)
-    odcluster.resume(alone, quiet=True)
-    same_to_rounding(alone, reference)
-    launched(2, "train", json.dumps([["resume", str(run), "", {}]]))
-    assert hashes(run) == before
+    odcluster.resume(run, quiet=True)
+    same_to_rounding(run, reference)
 
 
 METHODS = {
     "paper": {"recipe": "odc_resnet50_imagenet", "lr": 0.01},
     "deepcluster": {"method": "deepcluster"},
-    "jigsaw": {"method": "jigsaw", "permutations": 10},
-    "colorization": {"method": "colorization"},
 }
 
 
