@@ -270,7 +270,7 @@ def write_up(study: Study, found: Found, worker: Worker, given: Reproduction, co
         "paper": study.paper,
         "command": without_paths(command, given) or f"odcluster.reproduce({study.name!r}, scale={given.scale!r})",
         "seeds": list(found.seeds),
-        "minutes": round(sum(minutes.values()), 1),
+        "minutes": round(sum(minutes.values()), 3),
         "versions": library_versions(),
         "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "processor": platform.machine()},
         "data": {name: {"images": len(m), "fingerprint": m.fingerprint()} for name, m in used.items()},

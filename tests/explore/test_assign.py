@@ -68,8 +68,9 @@ def test_cluster_confidence_and_distance_are_those_of_the_centroids_memory(train
     image = open_source(image_folder).image(11)
     pixels = torch.from_numpy(evaluation_view(image, config.image_size))[None].float() / 255
     pixels = ((pixels - torch.tensor(network.backbone.mean)) / torch.tensor(network.backbone.std)).movedim(-1, 1)
-    with torch.no_grad():
-        feature = network.neck(network.backbone(pixels))[0].numpy()
+    half = config.running.precision == "bfloat16"
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=half):
+        feature = network.neck(network.backbone(pixels))[0].float().numpy()
     feature /= np.linalg.norm(feature)
     nearest = np.linalg.norm(memory.centroids - feature, axis=1).argmin()
     cosines = memory.centroids @ feature / np.linalg.norm(memory.centroids, axis=1)

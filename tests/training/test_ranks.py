@@ -90,7 +90,7 @@ def test_two_ranks_do_what_one_does(image_folder, tmp_path):
     for name in METHODS:
         assert (tmp_path / name / "backbone" / "model.safetensors").is_file(), name
         assert not any(line.get("skipped") for line in read_metrics(tmp_path / name / "metrics.jsonl"))
-    # From the middle, with one rank (with two, to the bit: tests/faults/test_ranks.py).
+    # From the middle, with one rank (with two, to the bit: tests/faults/test_lost_ranks.py).
     for path in checkpoint.candidates(run / "checkpoints"):
         if int(path.name[5:]) > 7:
             for file in path.iterdir():
