@@ -17,7 +17,6 @@ TINY = {
     "small_cluster": 3,
     "batch_size": 16,
     "epochs": 4,
-    "lr": 0.001,  # a few steps of a random network: with more, the final pass may leave a cluster empty
     "dim": 8,
     "hidden": 16,
     "workers": 0,
