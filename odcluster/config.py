@@ -160,8 +160,8 @@ class FineTuning:
 class Optimiser:
     """The optimiser, its schedule, and how the images of a step are drawn."""
 
-    algorithm: Literal["sgd", "adamw"] = "sgd"
-    """sgd: with momentum, as in the paper. adamw: learns faster in few steps."""
+    algorithm: Literal["sgd", "adamw", "muon"] = "sgd"
+    """sgd: with momentum, as in the paper. adamw: learns faster in few steps. muon: faster still."""
     sgd_momentum: float = 0.9
     """Momentum of SGD."""
     classifier_momentum: float = 0.0

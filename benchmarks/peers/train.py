@@ -30,6 +30,7 @@ from odcluster.models.backbones import create_backbone
 from odcluster.models.weights import export_backbone
 from odcluster.recipes import odc_small
 from odcluster.training.devices import has_bfloat16
+from odcluster.training.optimisers import Muon
 from odcluster.training.survey import to_network
 
 HIDDEN, DIM = 512, 128
@@ -185,11 +186,7 @@ def train(
         network: nn.Module = Supervised(backbone, backbone.num_features, torch.from_numpy(labels))
     else:
         network = PEERS[method](backbone, backbone.num_features)
-    parameters = [p for p in network.parameters() if p.requires_grad]
-    if algorithm == "sgd":
-        optimiser: torch.optim.Optimizer = torch.optim.SGD(parameters, lr=lr, momentum=0.9, weight_decay=weight_decay)
-    else:
-        optimiser = torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay)
+    optimiser = _optimiser(network, algorithm, lr, weight_decay)
     source = open_source(data)
     cache = Cache(source, min(image_size, crop_size), 10**9)
     cache.fill(lambda done: None)
@@ -226,6 +223,20 @@ def train(
     return {"steps": done, "seconds": round(passed, 1), "loss": float(loss.detach()), "views": done * batch_size * 2}
 
 
+def _optimiser(network: nn.Module, algorithm: str, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """With Muon, prototypes are left to Adam, as classifiers are."""
+    parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    if algorithm == "sgd":
+        return torch.optim.SGD(parameters.values(), lr=lr, momentum=0.9, weight_decay=weight_decay)
+    if algorithm == "adamw":
+        return torch.optim.AdamW(parameters.values(), lr=lr, weight_decay=weight_decay)
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in parameters.items():
+        groups[parameter.ndim > 1 and not name.startswith("prototypes.")].append(parameter)
+    described = [{"params": parameters, "matrices": matrices} for matrices, parameters in groups.items()]
+    return Muon(described, lr, weight_decay, torch.bfloat16 if BFLOAT16 else torch.float32)
+
+
 def _batches(loader: Loader, count: int, batch_size: int, seed: int) -> Iterator:
     for epoch in itertools.count():
         order = epoch_order(seed, epoch, count)
@@ -241,7 +252,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--steps", type=int, help="instead of minutes")
     parser.add_argument("--lr", type=float, default=0.05)
-    parser.add_argument("--algorithm", choices=["sgd", "adamw"], default="sgd")
+    parser.add_argument("--algorithm", choices=["sgd", "adamw", "muon"], default="sgd")
     parser.add_argument("--weight-decay", type=float, default=5e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)

@@ -70,7 +70,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of epochs with its own learning rate curve; the optimiser starts afresh in each."""
+    """A stretch of epochs with its own learning rate curve, where the optimiser starts afresh; or with `continues`, one
+    that goes on with the curve and the optimiser of the phase before.
+    """
 
     name: str
     epochs: int
@@ -78,6 +80,7 @@ class Phase:
     weight_decay: float
     schedule: str
     warmup_epochs: float = 0.0
+    continues: bool = False
 
 
 class Survey(Protocol):

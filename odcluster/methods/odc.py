@@ -37,7 +37,6 @@ from odcluster.ranks import SINGLE, Ranks
 
 PLAIN_AGREEMENT = "neighbours_agree_kmeans"
 """Share of neighbours in one cluster when k-means alone makes as many clusters of the frozen features."""
-FINAL_RATE = 0.2
 FROZEN_DIM = 128
 """Features of a frozen backbone are compared in this many principal components."""
 
@@ -71,13 +70,13 @@ class ODC(nn.Module):
         config, warm, optimiser = self.config, self.config.warm_start, self.config.optimiser
         assert config.epochs is not None
         assert config.lr is not None
-        common = (optimiser.weight_decay, optimiser.schedule, optimiser.warmup_epochs)
-        # A backbone has learned what it could with fine clusters; the final ones need little of it.
-        final_lr = config.lr * FINAL_RATE if self.fine_epochs and not self.frozen else config.lr
+        common = (config.lr, optimiser.weight_decay, optimiser.schedule, optimiser.warmup_epochs)
+        # A backbone has learned what it could with fine clusters: the final ones come where the rate is low.
+        continues = self.fine_epochs > 0 and not self.frozen
         phases = [
             Phase("rotation", self.warm_epochs, warm.warm_lr, warm.warm_weight_decay, "cosine"),
-            Phase("fine clusters", self.fine_epochs, config.lr, *common),
-            Phase("odc", config.epochs - self.warm_epochs - self.fine_epochs, final_lr, *common),
+            Phase("fine clusters", self.fine_epochs, *common),
+            Phase("odc", config.epochs - self.warm_epochs - self.fine_epochs, *common, continues),
         ]
         return [phase for phase in phases if phase.epochs]
 

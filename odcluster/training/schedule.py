@@ -39,10 +39,21 @@ class Schedule:
             start += phase.epochs * self.steps_per_epoch
         return self.phases[-1], start
 
+    def curve_at(self, step: int) -> tuple[int, int]:
+        """Where the learning rate curve of a step begins and ends; the optimiser is new at its beginning."""
+        start = end = self.first_step(0)
+        for phase in self.phases:
+            if not phase.continues and step >= end:
+                start = end
+            elif not phase.continues and step < end:
+                break
+            end += phase.epochs * self.steps_per_epoch
+        return start, min(end, self.total_steps)
+
     def lr(self, step: int) -> float:
-        phase, start = self.phase_at(step)
-        length = min(phase.epochs * self.steps_per_epoch, self.total_steps - start)
-        return phase.lr * rate(phase.schedule, (step - start) / length) * self._warmup(phase, step - start)
+        phase, _ = self.phase_at(step)
+        start, end = self.curve_at(step)
+        return phase.lr * rate(phase.schedule, (step - start) / (end - start)) * self._warmup(phase, step - start)
 
     def _warmup(self, phase: Phase, done: int) -> float:
         steps = phase.warmup_epochs * self.steps_per_epoch

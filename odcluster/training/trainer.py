@@ -32,6 +32,7 @@ from odcluster.training.checkpoint import NotSaved
 from odcluster.training.console import Console
 from odcluster.training.devices import StopFlag, seed_torch
 from odcluster.training.metrics import MetricsFile, Window
+from odcluster.training.optimisers import Muon
 from odcluster.training.parallel import average_statistics, check_agreement, spread_over
 from odcluster.training.run import Run, write_atomically
 from odcluster.training.schedule import Schedule, lay_out
@@ -175,9 +176,8 @@ class Trainer:
         self.window = Window(state["window"])
         self.warned = set(state["warned"])
         self.module.load_state_dict({**start.tensors["model"], **start.tensors["memory"]})
-        phase, phase_start = self.schedule.phase_at(self.step)
-        self.optimizer = self._new_optimizer(phase)
-        if self.step > phase_start:  # a new phase starts with an empty optimiser
+        self.optimizer = self._new_optimizer(self.schedule.phase_at(self.step)[0])
+        if self.step > self.schedule.curve_at(self.step)[0]:  # else it is new
             parameters = dict(self.module.named_parameters())
             for key, value in start.tensors["optimizer"].items():
                 name, _, entry = key.rpartition(".")
@@ -249,7 +249,7 @@ class Trainer:
         self.stop.poll()
 
     def _begin_epoch(self, epoch: int) -> None:
-        if self.schedule.phase_at(self.step)[1] == self.step:
+        if self.schedule.curve_at(self.step)[0] == self.step:
             self.optimizer = self._new_optimizer(self.schedule.phase_at(self.step)[0])
         began = time.monotonic()
         event = self.method.begin_epoch(epoch, DataSurvey(self, epoch))
@@ -403,21 +403,24 @@ class Trainer:
             self.console.warn(f"a line of {self.run_directory.metrics_file} could not be written ({error.strerror})")
 
     def _new_optimizer(self, phase: Phase) -> torch.optim.Optimizer:
-        """SGD, with a momentum of its own for the classifier, or AdamW; layer decay slows early stages down."""
-        scales: dict[str, float] = {}
+        """SGD, with a momentum of its own for the classifier, AdamW or Muon; layer decay slows early stages down."""
+        options, scales = self.config.optimiser, dict[str, float]()
         if self.config.fine_tuning.layer_decay != 1:
             found = layer_lr_scales(cast(Backbone, self.method.backbone), self.config.fine_tuning.layer_decay)
             scales = {f"backbone.{name}": scale for name, scale in found.items()}
-        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        groups: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
         for name, parameter in self.module.named_parameters():
-            optimiser = self.config.optimiser
-            momentum = optimiser.classifier_momentum if name.startswith("classifier.") else optimiser.sgd_momentum
-            groups.setdefault((momentum, scales.get(name, 1.0)), []).append(parameter)
+            momentum = options.classifier_momentum if name.startswith("classifier.") else options.sgd_momentum
+            matrix = options.algorithm == "muon" and parameter.ndim > 1 and not name.startswith("classifier.")
+            groups.setdefault((momentum, scales.get(name, 1.0), matrix), []).append(parameter)
         described = [
-            {"params": parameters, "momentum": momentum, "scale": scale}
-            for (momentum, scale), parameters in groups.items()
+            {"params": parameters, "momentum": momentum, "scale": scale, "matrices": matrix}
+            for (momentum, scale, matrix), parameters in groups.items()
         ]
-        if self.config.optimiser.algorithm == "adamw":
+        if options.algorithm == "muon":
+            half = self.config.running.precision == "bfloat16"
+            return Muon(described, phase.lr, phase.weight_decay, torch.bfloat16 if half else torch.float32)
+        if options.algorithm == "adamw":
             return torch.optim.AdamW(described, lr=phase.lr, weight_decay=phase.weight_decay)
         return torch.optim.SGD(described, lr=phase.lr, weight_decay=phase.weight_decay)
 

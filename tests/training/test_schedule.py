@@ -67,3 +67,12 @@ def test_every_recipe_states_command_time_and_expectation():
         assert make().recipe == make.__name__
         for word in ("Command:", "Time:", "Expected"):
             assert word in (make.__doc__ or "")
+
+
+def test_a_phase_that_continues_goes_on_with_the_curve_before_it() -> None:
+    rotation, fine = Phase("rotation", 2, 0.5, 0.0, "cosine"), Phase("fine clusters", 6, 0.1, 0.0, "cosine", 1.0)
+    final, whole = Phase("odc", 2, 0.1, 0.0, "cosine", 1.0, continues=True), Phase("odc", 8, 0.1, 0.0, "cosine", 1.0)
+    parts, alone = Schedule([rotation, fine, final], 10, 95), Schedule([rotation, whole], 10, 95)
+    assert [parts.lr(step) for step in range(95)] == [alone.lr(step) for step in range(95)]
+    assert parts.phase_at(80) == (final, 80)
+    assert [parts.curve_at(step) for step in (0, 19, 20, 79, 80, 94)] == [(0, 20)] * 2 + [(20, 95)] * 4
