@@ -1,4 +1,4 @@
-"""What the tests of several ranks run under torchrun: `rank_jobs.py JOB ARGUMENTS`, on every rank."""
+"""What the tests of several ranks run on every rank: forked, or under torchrun as `rank_jobs.py JOB ARGUMENTS`."""
 
 from __future__ import annotations
 
@@ -147,6 +147,18 @@ def train(arguments: str) -> None:
             odcluster.train(where, out=out, quiet=True, **options)
         else:
             odcluster.resume(where, quiet=True, **(options or {}))
+
+
+def verbs(arguments: str) -> None:
+    """Commands one after the other, each a list of words."""
+    from odcluster import cli
+
+    for words in json.loads(arguments):
+        try:
+            cli.main(words)
+        except SystemExit as ended:
+            if ended.code:
+                raise
 
 
 def disagree(folder: str, run: str, options: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import METHODS, finish
+from forking import finish
+from harness import METHODS
 from tiny_runs import make_images
 
 import odcluster

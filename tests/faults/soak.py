@@ -27,7 +27,7 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "tests"), str(REPOSITORY / "tests" / "faults")]
 
-from harness import Child, command, members, survivors  # noqa: E402
+from forking import Child, command, members, survivors  # noqa: E402
 from tiny_runs import make_images, metrics_without_timings, state_hash  # noqa: E402
 
 OPTIONS = {

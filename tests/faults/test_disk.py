@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 from figures import record
-from harness import SHORT, Child, at_step, compare, finish, save_seldom
+from forking import Child, finish
+from harness import SHORT, at_step, compare, save_seldom
 
 import odcluster
 from odcluster.cli import main

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 from figures import record
-from harness import METHODS, Child, at_point, at_poll, at_step, at_write, compare, finish, save_seldom, survivors
+from forking import Child, finish, survivors
+from harness import METHODS, at_point, at_poll, at_step, at_write, compare, save_seldom
 
 import odcluster
 from odcluster.gallery_report import report

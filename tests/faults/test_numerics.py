@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 from figures import record
-from harness import METHODS, SHORT, Child, at_step, compare, finish, save_seldom
+from forking import Child, finish
+from harness import METHODS, SHORT, at_step, compare, save_seldom
 from safetensors.torch import load_file
 
 import odcluster

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from figures import record
-from harness import Child, at_poll, at_step, at_write, compare, finish, save_seldom, survivors
+from forking import Child, finish, survivors
+from harness import at_poll, at_step, at_write, compare, save_seldom
 
 import odcluster
 from odcluster.errors import Interrupted

@@ -1,14 +1,14 @@
-"""Several processes as one run, started by torchrun on this machine."""
+"""Several processes as one run on this machine."""
 
 from __future__ import annotations
 
 import json
-import subprocess
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from launching import launch, launched
+from launching import launch, succeed, together
 from tiny_runs import TINY, make_images, metrics_without_timings
 
 import odcluster
@@ -57,12 +57,15 @@ def same_to_rounding(run: Path, reference: Path) -> None:
         )
 
 
-def test_clustering_across_four_ranks_equals_one_process():
-    launched(4, "clustering")
+def test_clustering_across_four_ranks_equals_one_process(tmp_path):
+    succeed(tmp_path, 4, "clustering")
 
 
 def test_two_ranks_do_what_one_does(image_folder, tmp_path):
-    """20 steps with small clusters that are dissolved and split, to rounding; and one goes on with what two began."""
+    """20 steps with small clusters that are dissolved and split, to rounding; and one goes on with what two began.
+
+    Under torchrun, as a user would have it; the other tests fork their ranks.
+    """
     reference = odcluster.train(image_folder, out=tmp_path / "one", quiet=True, **SINGLE_MODE)
     lines = read_metrics(reference / "metrics.jsonl")
     assert sum(line.get("small_clusters", 0) for line in lines) > 0, "the test must meet small clusters"
@@ -70,7 +73,8 @@ def test_two_ranks_do_what_one_does(image_folder, tmp_path):
     other = {name: {**TINY, "epochs": 2, **given} for name, given in METHODS.items()}
     runs = [["train", str(image_folder), str(tmp_path / "two"), half]]
     runs += [["train", str(image_folder), str(tmp_path / name), options] for name, options in other.items()]
-    launched(2, "train", json.dumps(runs))
+    done = launch(2, "train", json.dumps(runs))
+    assert done.returncode == 0, done.stderr[-6000:]
     run = tmp_path / "two"
     same_to_rounding(run, reference)
     for ours, theirs in zip(metrics_without_timings(run), metrics_without_timings(reference), strict=True):
@@ -107,9 +111,10 @@ METHODS = {
 
 
 def test_ranks_that_differ_stop(image_folder, tmp_path):
-    done = launch(2, "disagree", str(image_folder), str(tmp_path / "run"), json.dumps({**TINY, "warm_share": 0.0}))
-    assert done.returncode != 0
-    assert "samples.labels of rank 1 differs from that of rank 0" in done.stderr
+    options = json.dumps({**TINY, "warm_share": 0.0})
+    for child in together(tmp_path, 2, "disagree", str(image_folder), str(tmp_path / "run"), options):
+        assert child.code != 0
+        assert "samples.labels of rank 1 differs from that of rank 0" in child.said()
 
 
 def test_two_ranks_take_images_in_as_one_does(image_folder, tmp_path):
@@ -117,12 +122,12 @@ def test_two_ranks_take_images_in_as_one_does(image_folder, tmp_path):
     more = make_images(tmp_path / "more", 21, seed=3)
     options = {**SINGLE_MODE, "max_steps": 7}
     alone = odcluster.train(image_folder, out=tmp_path / "alone", quiet=True, **options)
-    together = tmp_path / "together"
-    subprocess.run(["cp", "-r", str(alone), str(together)], check=True)
+    both = tmp_path / "both"
+    shutil.copytree(alone, both)
     odcluster.resume(alone, add=more, epochs=1, quiet=True)
-    launched(2, "train", json.dumps([["resume", str(together), None, {"add": str(more), "epochs": 1}]]))
-    same_to_rounding(together, alone)
-    assert (together / "clusters.csv").read_text().count("\n") == 1 + 97 + 21
+    succeed(tmp_path, 2, "train", json.dumps([["resume", str(both), None, {"add": str(more), "epochs": 1}]]))
+    same_to_rounding(both, alone)
+    assert (both / "clusters.csv").read_text().count("\n") == 1 + 97 + 21
     third = make_images(tmp_path / "third", 5, seed=4)
-    odcluster.resume(together, add=third, quiet=True)  # two ranks wrote, one goes on
-    assert (together / "clusters.csv").read_text().count("\n") == 1 + 97 + 21 + 5
+    odcluster.resume(both, add=third, quiet=True)  # two ranks wrote, one goes on
+    assert (both / "clusters.csv").read_text().count("\n") == 1 + 97 + 21 + 5
