@@ -58,13 +58,14 @@ OURS: dict[str, dict[str, Any]] = {
                                 "batch_size": 128, "epochs": None, "image_size": 32, "crop_size": 24},
 }  # fmt: skip
 PEERS: dict[str, dict[str, Any]] = {
-    "swav": {"lr": 0.001, "algorithm": "adamw"},
-    "simsiam": {"lr": 0.05},
-    "byol": {"lr": 0.001, "algorithm": "adamw"},
-    "simclr": {"lr": 0.05},
-    "supervised": {"lr": 0.05},
+    "swav": {"method": "swav", "lr": 0.001, "algorithm": "adamw"},
+    "swav, the optimiser of odc": {"method": "swav", "lr": 0.05, "algorithm": "muon", "weight_decay": 0.01},
+    "simsiam": {"method": "simsiam", "lr": 0.05},
+    "byol": {"method": "byol", "lr": 0.001, "algorithm": "adamw"},
+    "simclr": {"method": "simclr", "lr": 0.05},
+    "supervised": {"method": "supervised", "lr": 0.05},
 }
-"""Starting points, not tuned yet: only SimCLR at this rate was tried (docs/recipe.md)."""
+"""SwAV was tried at 0.001 and 0.003 (docs/recipe.md); the others are starting points."""
 
 
 def record(out: Path, command: str, **result: Any) -> None:
@@ -102,7 +103,7 @@ def speed(given: argparse.Namespace, command: str) -> None:
             from peers.train import train as train_peer
 
             labels = np.asarray(open_source(given.train).manifest.labels)
-            about = train_peer(given.train, labels, method=name, out=place, steps=given.steps, **PEERS[name])
+            about = train_peer(given.train, labels, out=place, steps=given.steps, **PEERS[name])
             training, batch, beside = about["seconds"], 128, 0.0
         measured[name] = {"seconds per step": training / given.steps, "seconds beside": beside, "steps": given.steps,
                           "batch": batch}  # fmt: skip
@@ -154,7 +155,7 @@ def scratch(given: argparse.Namespace, command: str) -> None:
                 else:
                     from peers.train import train as train_peer
 
-                    about = train_peer(given.train, truth[0].numpy(), method=name, out=place, seed=seed,
+                    about = train_peer(given.train, truth[0].numpy(), out=place, seed=seed,
                                        steps=steps_of(name, given, len(sources[0])), **PEERS[name])  # fmt: skip
                     backbone = odcluster.load_backbone(place)
                 minutes = (time.monotonic() - began) / 60

@@ -40,14 +40,14 @@ def odc_small() -> Config:
     return Config(
         recipe="odc_small",
         dim=128,
-        lr=0.003,
+        lr=0.05,
         augmentation=Augmentation(num_views=2, crop_scale=(0.2, 1.0), saturation=0.4, hue=0.1, jitter=0.8),
         head=Head(dropout=0.0, final_relu=False, neck_norm="standard", classifier="prototypes"),
         clustering=Clustering(small_cluster=None, calibration_batches=20, final_pass=True),
         warm_start=WarmStart(fine_share=0.8),
         companions=Companions(instance_weight=1.0),
         optimiser=Optimiser(
-            algorithm="adamw", weight_decay=1e-3, schedule="cosine", warmup_epochs=0.5, sampling="permutation"
+            algorithm="muon", weight_decay=0.01, schedule="cosine", warmup_epochs=0.5, sampling="permutation"
         ),
     )
 

@@ -18,7 +18,8 @@ MOMENTUM = 0.95
 BETAS = (0.9, 0.999)
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """a, b, c of the published iteration X <- a X + (b S + c S S) X, S = X X^T."""
-ITERATIONS = 5
+ITERATIONS = 3
+"""Published are 5. Features were as good with 3, which take 12 ms of a step of `smallconv` on one core, not 20."""
 REST = 0.15
 """Adam's rate over Muon's: 0.003 for 0.02."""
 
@@ -67,7 +68,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """A matrix with the same singular vectors and all singular values near 1 (0.7 to 1.2 by this iteration)."""
+    """A matrix with the same singular vectors and singular values evened out, all but the smallest near 1."""
     a, b, c = QUINTIC
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if tall else matrix).to(dtype)

@@ -29,6 +29,8 @@ FROZEN_IMAGES = 150_000
 """The same where only the neck is trained."""
 FEW_IMAGES = 50_000
 """Below this, a backbone with weights stays as it is."""
+FEW_FOR_FINE = 20_000
+"""Below this, fine clusters have 10 images each."""
 
 
 def resolve(config: Config, source: Source, device: torch.device) -> tuple[Config, list[tuple[str, Any, str]]]:
@@ -155,7 +157,8 @@ def choose_frozen(config: Config, count: int, device: torch.device) -> tuple[boo
 
 
 def choose_fine_clusters(config: Config, count: int) -> tuple[int, str]:
-    share = 50 if config.fine_tuning.frozen else 10
+    """More cost time and taught no more; few images need smaller ones, or they would not be finer than the final ones."""
+    share = 50 if config.fine_tuning.frozen or count >= FEW_FOR_FINE else 10
     return max(1, min(10_000, count // share)), f"one per {share} images, at most 10,000, to learn features with"
 
 

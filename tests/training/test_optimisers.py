@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from odcluster.training.optimisers import REST, Muon, orthogonal
+from odcluster.training.optimisers import ITERATIONS, REST, Muon, orthogonal
 
 
 def walk(parameter: nn.Parameter, optimiser: torch.optim.Optimizer, gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -20,7 +20,7 @@ def test_matrices_go_as_in_torch(shape: tuple[int, int]) -> None:
     start, gradients = torch.randn(shape), [torch.randn(shape) for _ in range(5)]
     own, reference = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     got = walk(own, Muon([{"params": [own]}], 0.02, 0.01, torch.bfloat16), gradients)
-    expected = walk(reference, torch.optim.Muon([reference], lr=0.02, weight_decay=0.01, momentum=0.95), gradients)
+    expected = walk(reference, torch.optim.Muon([reference], lr=0.02, weight_decay=0.01, ns_steps=ITERATIONS), gradients)
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
     assert (got - start).abs().max() > 0.01
 
