@@ -1,0 +1,252 @@
+"""Short trials from scratch: which idea teaches most in five minutes of one core? See docs/recipe.md.
+
+    python benchmarks/screening.py TRAIN TEST --out results/recipe/screening_muon.json
+    python benchmarks/screening.py TRAIN TEST --trials "muon 0.05" "swav, muon" --out trial.json
+
+Every trial has the same seconds of processor time on one thread, the package's network, views and order of images, and
+is judged on all test images: ridge regression on the last layer's map and 20 nearest neighbours, both with 10,000
+labelled images. Time is the processor's, so that a busy machine changes little. Two trials may run side by side, no
+more. A trial whose result is in the file is not repeated; one point is noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peers.train import DIM, HIDDEN, _optimiser
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from odcluster.clustering.kmeans import kmeans
+from odcluster.data.order import batch_ids, epoch_order
+from odcluster.data.sources import open_source
+from odcluster.data.views import apply_view, draw_views
+from odcluster.evaluation.knn import knn_accuracy
+from odcluster.evaluation.linear import pool_stage
+from odcluster.models.backbones import Backbone, create_backbone
+from odcluster.recipes import odc_small
+from odcluster.training import optimisers
+
+PROBE_IMAGES, MAX_DIMS, SIDE = 10_000, 2048, 32
+MEMORY_MOMENTUM, WARM = 0.5, 0.03
+
+
+@dataclasses.dataclass
+class Trial:
+    """One set of choices; the defaults are those of the first line of the table."""
+
+    loss: str = "instances"  # or "swav": lightly's
+    algorithm: str = "adamw"
+    lr: float = 0.003
+    weight_decay: float = 1e-3
+    iterations: int = 5  # of Muon
+    temperature: float = 0.2
+    decoupled: bool = False  # the positive is not in the denominator
+    crop: int = 24
+    late: float = 0.0  # the last share of the time has crops of 24 px
+    small_crops: int = 0  # further views of 16 px of a small part of the image
+    swapped_clusters: int = 0  # each view learns the soft label of the other, by centroids whose sizes are balanced
+    neighbours: int = 0  # one of the nearest rows of the samples memory is a positive too
+    seed: int = 0
+
+
+MUON = {"algorithm": "muon", "lr": 0.02, "weight_decay": 0.01}
+BEST = {**MUON, "lr": 0.05, "iterations": 3}
+TRIALS: dict[str, Trial] = {
+    "instances told apart, AdamW 0.003": Trial(),
+    "swav, AdamW 0.001": Trial(loss="swav", lr=0.001),
+    "swav, AdamW 0.003": Trial(loss="swav"),
+    "muon 0.02": Trial(**MUON),
+    "muon 0.05": Trial(**BEST),
+    "muon 0.1": Trial(**{**BEST, "lr": 0.1}),
+    "swav, muon": Trial(loss="swav", **BEST),
+    "muon 0.02, decoupled": Trial(decoupled=True, **MUON),
+    "muon 0.02, swapped labels of 500 clusters": Trial(swapped_clusters=500, **MUON),
+    "muon 0.02, 16 px, the last quarter 24 px": Trial(crop=16, late=0.25, **MUON),
+    "muon 0.05, 16 px, the last quarter 24 px": Trial(crop=16, late=0.25, **BEST),
+    "muon 0.05, temperature 0.1": Trial(temperature=0.1, **BEST),
+    "muon 0.05, neighbours": Trial(neighbours=5, **BEST),
+    "muon 0.05, two more crops of 16 px": Trial(small_crops=2, **BEST),
+}
+
+
+class Network(nn.Module):
+    """Backbone and neck; with SwAV's loss, its prototypes."""
+
+    def __init__(self, trial: Trial) -> None:
+        super().__init__()
+        self.backbone = create_backbone("smallconv", image_size=SIDE)
+        self.backbone.to(memory_format=torch.channels_last)
+        features = self.backbone.num_features
+        self.neck = nn.Sequential(
+            nn.Linear(features, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, DIM)
+        )
+        if trial.loss == "swav":
+            from lightly.loss import SwaVLoss
+            from lightly.models.modules.heads import SwaVPrototypes
+
+            self.prototypes, self.swav = SwaVPrototypes(DIM, 300), SwaVLoss()
+
+    def forward(self, *groups: Tensor) -> Tensor:
+        """Unit features of groups of views, each group of one size."""
+        with torch.autocast("cpu", torch.bfloat16):
+            features = self.neck(torch.cat([self.backbone(group) for group in groups]))
+        return F.normalize(features.float(), dim=1)
+
+
+class Memories:
+    """Rows of all images; with clusters, soft labels that keep sizes even: a full cluster asks for more similarity."""
+
+    def __init__(self, count: int, clusters: int) -> None:
+        self.rows, self.seen, self.clusters = torch.zeros(count, DIM), torch.zeros(count, dtype=torch.bool), clusters
+        self.labels: Tensor | None = None
+
+    def scores(self, features: Tensor) -> Tensor:
+        return features @ self.centroids.T / 0.05 - torch.log((self.counts + 0.5) / self.counts.mean())
+
+    def update(self, ids: Tensor, features: Tensor, step: int) -> None:
+        weight = torch.where(self.seen[ids], MEMORY_MOMENTUM, 1.0)[:, None]
+        new = F.normalize(self.rows[ids] * (1 - weight) + F.normalize(features, dim=1) * weight, dim=1)
+        if self.labels is not None:
+            ones = torch.ones(len(ids))
+            self.sums.index_add_(0, self.labels[ids], -self.rows[ids])
+            self.counts.index_add_(0, self.labels[ids], -ones)
+            self.labels[ids] = self.scores(new).argmax(dim=1)
+            self.sums.index_add_(0, self.labels[ids], new)
+            self.counts.index_add_(0, self.labels[ids], ones)
+            if step % 10 == 0:
+                self.centroids = F.normalize(self.sums, dim=1)
+        self.rows[ids], self.seen[ids] = new, True
+        if self.clusters and self.labels is None and bool(self.seen.all()):
+            self.labels = kmeans(self.rows, self.clusters, iterations=10, seed=0)[0].long()
+            self.sums = torch.zeros(self.clusters, DIM).index_add_(0, self.labels, self.rows)
+            self.counts = torch.bincount(self.labels, minlength=self.clusters).float()
+            self.centroids = F.normalize(self.sums, dim=1)
+
+
+def told_apart(features: Tensor, others: Tensor, targets: Tensor, trial: Trial, hidden: Tensor | None = None) -> Tensor:
+    logits = features @ others.T / trial.temperature
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, -torch.inf)
+    if not trial.decoupled:
+        return F.cross_entropy(logits, targets)
+    own = logits.gather(1, targets[:, None])
+    return (logits.scatter(1, targets[:, None], -torch.inf).logsumexp(dim=1) - own[:, 0]).mean()
+
+
+def losses(network: Network, features: Tensor, size: int, ids: Tensor, memories: Memories, trial: Trial) -> Tensor:
+    """Of the features [2 B and small crops, D] of two views and small crops of B images."""
+    views, small, own = features[: 2 * size], features[2 * size :], torch.arange(2 * size)
+    if trial.loss == "swav":
+        return network.swav(list(network.prototypes(views).chunk(2)), [])
+    loss = told_apart(views, views, (own + size) % (2 * size), trial, torch.eye(2 * size, dtype=torch.bool))
+    for target in views.chunk(2):
+        for crop in small.split(size) if len(small) else ():
+            loss = loss + told_apart(crop, target, own[:size], trial) / 2
+    if trial.neighbours and bool(memories.seen.all()):
+        with torch.no_grad():
+            near = F.normalize(sum(views.chunk(2)), dim=1) @ memories.rows.T
+            near[own[:size], ids] = -1
+            nearest = near.topk(trial.neighbours, dim=1).indices
+            chosen = memories.rows[nearest[own[:size], torch.randint(trial.neighbours, (size,))]]
+        loss = loss + sum(told_apart(view, chosen, own[:size], trial) for view in views.chunk(2)) / 2
+    if memories.labels is not None:
+        target = memories.scores(views.detach()).softmax(dim=1).roll(size, dims=0)
+        loss = loss - (target * (views @ memories.centroids.T / 0.1).log_softmax(dim=1)).sum(dim=1).mean()
+    return loss
+
+
+def train(trial: Trial, images: np.ndarray, seconds: float, batch: int = 128) -> tuple[Backbone, int]:
+    torch.manual_seed(trial.seed)
+    optimisers.ITERATIONS = trial.iterations
+    network, memories = Network(trial), Memories(len(images), trial.swapped_clusters)
+    optimiser = _optimiser(network, trial.algorithm, trial.lr, trial.weight_decay)
+    whole = odc_small().augmentation
+    part = dataclasses.replace(whole, crop_scale=(0.05, 0.35))
+    mean, std = (255 * torch.tensor(v).view(1, 3, 1, 1) for v in (network.backbone.mean, network.backbone.std))
+
+    def seen(chosen: np.ndarray, epoch: int, view: int, size: int, augmentation: Any) -> Tensor:
+        draws = draw_views(augmentation, trial.seed, epoch, chosen, view)
+        made = [apply_view(images[i], draws.parameters(row, SIDE, SIDE), size) for row, i in enumerate(chosen)]
+        pixels = torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2)
+        return ((pixels - mean) / std).contiguous(memory_format=torch.channels_last)
+
+    began, step, per_epoch = time.process_time(), 0, len(images) // batch
+    while (progress := (time.process_time() - began) / seconds) < 1:
+        epoch, position = divmod(step, per_epoch)
+        if position == 0:
+            order = epoch_order(trial.seed, epoch, len(images))
+        chosen = batch_ids(order, position, batch)
+        ids, size = torch.from_numpy(chosen), 24 if progress > 1 - trial.late else trial.crop
+        groups = [torch.cat([seen(chosen, epoch, view, size, whole) for view in range(2)])]
+        if trial.small_crops:
+            groups += [torch.cat([seen(chosen, epoch, 2 + view, 16, part) for view in range(trial.small_crops)])]
+        for group in optimiser.param_groups:
+            group["lr"] = trial.lr * min(1.0, progress / WARM) * (1 + math.cos(math.pi * progress)) / 2
+        if trial.loss == "swav":
+            network.prototypes.normalize()
+        features = network(*groups)
+        loss = losses(network, features, len(chosen), ids, memories, trial)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        with torch.no_grad():
+            memories.update(ids, sum(features[: 2 * len(chosen)].chunk(2)) / 2, step)
+        step += 1
+    return network.backbone.eval(), step
+
+
+@torch.no_grad()
+def judge(backbone: Backbone, data: list[np.ndarray], labels: list[Tensor]) -> dict[str, float]:
+    """Accuracy in percent of ridge regression on the last map, the best of three strengths, and of 20 neighbours."""
+    mean, std = (255 * torch.tensor(v).view(1, 3, 1, 1) for v in (backbone.mean, backbone.std))
+    maps, outputs = [], []
+    for images in data:
+        parts = [(torch.from_numpy(p).permute(0, 3, 1, 2) - mean) / std for p in np.split(images, len(images) // 250)]
+        last = [backbone.stages(part)[-1] for part in parts]
+        maps.append(torch.cat([pool_stage(stage, MAX_DIMS) for stage in last]))
+        outputs.append(torch.cat([stage.mean(dim=(2, 3)) for stage in last]))
+    centre, spread = maps[0].mean(dim=0), maps[0].std(dim=0) + 1e-6
+    known, asked = ((m - centre) / spread for m in maps)
+    targets = F.one_hot(labels[0]).float() - 1 / (int(labels[0].max()) + 1)
+    accuracies = []
+    for strength in (1e3, 3e3, 1e4):
+        solved = torch.linalg.solve(known.T @ known + strength * torch.eye(known.shape[1]), known.T @ targets)
+        accuracies.append(((asked @ solved).argmax(dim=1) == labels[1]).float().mean().item())
+    near = knn_accuracy(outputs[0], labels[0], outputs[1], labels[1], ks=[20])[20]
+    return {"ridge, last layer": round(100 * max(accuracies), 2), "20 neighbours": round(100 * near, 2)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("train")
+    parser.add_argument("test")
+    parser.add_argument("--trials", nargs="+", choices=list(TRIALS), default=list(TRIALS))
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    sources = [open_source(path) for path in (given.train, given.test)]
+    images = [np.stack([source.image(i) for i in range(len(source))]) for source in sources]
+    labels = [torch.from_numpy(np.asarray(source.manifest.labels)) for source in sources]
+    results = json.loads(given.out.read_text()) if given.out.exists() else {}
+    for name in given.trials:
+        if name in results:
+            continue
+        backbone, steps = train(TRIALS[name], images[0], given.seconds)
+        verdict = judge(backbone, [images[0][:PROBE_IMAGES], images[1]], [labels[0][:PROBE_IMAGES], labels[1]])
+        results[name] = {"seconds": given.seconds, "steps": steps, **dataclasses.asdict(TRIALS[name]), **verdict}
+        print(name, results[name], flush=True)
+        given.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
