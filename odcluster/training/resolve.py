@@ -33,116 +33,155 @@ FEW_FOR_FINE = 20_000
 """Below this, fine clusters have 10 images each."""
 
 
+class Choices:
+    """A configuration that is being completed, and what was chosen for it: (option, value, reason)."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.made: list[tuple[str, Any, str]] = []
+
+    def choose(self, option: str, value: Any, reason: str) -> None:
+        self.set(option, value)
+        self.made.append((option, value, reason))
+
+    def set(self, option: str, value: Any) -> None:
+        """A choice that nobody needs to be told of."""
+        self.config = changed(self.config, **{option: value})
+
+
 def resolve(config: Config, source: Source, device: torch.device) -> tuple[Config, list[tuple[str, Any, str]]]:
     """The complete configuration, and (option, value, reason) of everything that was chosen here."""
-    chosen: list[tuple[str, Any, str]] = []
-
-    def choose(option: str, value: Any, reason: str) -> None:
-        nonlocal config
-        config = changed(config, **{option: value})
-        chosen.append((option, value, reason))
-
-    count = len(source)
-    if count < 2:
+    if len(source) < 2:
         raise UserError("there is only one image; at least two are needed to learn from")
+    choices = Choices(config)
+    resolve_start(choices, len(source), device)
+    resolve_sizes(choices, source, device)
+    resolve_clusters(choices, source)
+    resolve_optimiser(choices, len(source))
+    resolve_length(choices, len(source), device)
+    resolve_machine(choices, source, device)
+    return choices.config, choices.made
+
+
+def resolve_start(choices: Choices, count: int, device: torch.device) -> None:
+    """With weights: whose backbone, and whether it is trained."""
+    config = choices.config
     if config.backbone is None and config.weights and (described := describe_weights(config.weights)):
-        choose("backbone", described["architecture"], "that of the weights")
+        choices.choose("backbone", described["architecture"], "that of the weights")
     if config.fine_tuning.frozen and (config.weights is None or config.method != "odc"):
         raise UserError("--frozen True is for ODC from weights that know something: give --weights, or leave it out")
     if config.fine_tuning.frozen is None:
         if config.weights and config.method == "odc":
-            choose("frozen", *choose_frozen(config, count, device))
+            choices.choose("frozen", *choose_frozen(config, count, device))
         else:
-            config = changed(config, frozen=False)
+            choices.set("frozen", False)
+
+
+def resolve_sizes(choices: Choices, source: Source, device: torch.device) -> None:
+    """Image size, a backbone for it, and the crops it is trained on."""
+    config = choices.config
     step = fixed_size_step(config.backbone) if config.backbone is not None else None
     if config.image_size is None:
-        chosen_size, reason = choose_image_size(source, device)
-        if config.fine_tuning.frozen and (expected := expected_size(config)) > chosen_size:
-            chosen_size, reason = expected, "what the weights were trained at: features are best there"
+        size, reason = choose_image_size(source, device)
+        if config.fine_tuning.frozen and (expected := expected_size(config)) > size:
+            size, reason = expected, "what the weights were trained at: features are best there"
         elif step is not None:
-            chosen_size, reason = (
-                max(step, chosen_size // step * step),
-                f"{reason}; a multiple of {step} for {config.backbone}",
-            )
-        choose("image_size", chosen_size, reason)
-    assert config.image_size is not None
-    size = config.image_size
+            size, reason = max(step, size // step * step), f"{reason}; a multiple of {step} for {config.backbone}"
+        choices.choose("image_size", size, reason)
+    size = choices.config.image_size or 0
+    small = size <= SMALL_IMAGE
     if config.backbone is None:
-        small = size <= SMALL_IMAGE
         reason = f"images of {size} px" + ("" if small else f" on {device.type}")
-        choose("backbone", "smallconv" if small else "resnet50" if device.type == "cuda" else "resnet18", reason)
+        name = "smallconv" if small else "resnet50" if device.type == "cuda" else "resnet18"
+        choices.choose("backbone", name, reason)
     if config.augmentation.crop_size is None:
         whole = step is not None or config.method in ("jigsaw", "colorization")  # no pixels to spare
-        grid = 4 if size <= SMALL_IMAGE else 32
+        grid = 4 if small else 32
         crop = size if whole or recipe(config.recipe).image_size is not None else max(16, size * 3 // 4 // grid * grid)
         if crop < size:
-            choose("crop_size", crop, "training on smaller crops is faster")
+            choices.choose("crop_size", crop, "training on smaller crops is faster")
         else:
-            config = changed(config, crop_size=size)
-    if config.method in ("odc", "deepcluster") and config.clusters is None:
-        choose("clusters", *choose_clusters(config, count))
-    if config.method == "labels":
-        choose("clusters", *count_classes(source))
-    if config.method == "odc":
-        assert config.clusters is not None
-        if config.clustering.small_cluster is None:
-            average = count / config.clusters
-            choose(
-                "small_cluster",
-                min(20, int(average / 4)),
-                f"a quarter of the {average:.0f} images per cluster, at most 20",
-            )
-        assert config.clustering.small_cluster is not None
-        check_room(count, config.clusters, config.clustering.small_cluster)
-        if config.warm_start.fine_share > 0 and config.warm_start.fine_clusters is None:
-            fine, reason = choose_fine_clusters(config, count)
-            if fine < 2 * config.clusters:  # not finer than the final ones
-                config = changed(config, fine_share=0.0)
-            else:
-                choose("fine_clusters", fine, reason)
-        if config.warm_start.fine_share > 0 and config.head.classifier == "linear":
-            raise UserError("fine clusters need --classifier prototypes: a linear classifier has a fixed number")
+            choices.set("crop_size", size)
+
+
+def resolve_clusters(choices: Choices, source: Source) -> None:
+    """How many, when one is small, and how many fine ones come before."""
+    method, count = choices.config.method, len(source)
+    if method in ("odc", "deepcluster") and choices.config.clusters is None:
+        choices.choose("clusters", *choose_clusters(choices.config, count))
+    if method == "labels":
+        choices.choose("clusters", *count_classes(source))
+    if method != "odc":
+        return
+    clusters = choices.config.clusters
+    assert clusters is not None
+    if choices.config.clustering.small_cluster is None:
+        average = count / clusters
+        reason = f"a quarter of the {average:.0f} images per cluster, at most 20"
+        choices.choose("small_cluster", min(20, int(average / 4)), reason)
+    assert choices.config.clustering.small_cluster is not None
+    check_room(count, clusters, choices.config.clustering.small_cluster)
+    warm_start = choices.config.warm_start
+    if warm_start.fine_share > 0 and warm_start.fine_clusters is None:
+        fine, reason = choose_fine_clusters(choices.config, count)
+        if fine < 2 * clusters:  # not finer than the final ones
+            choices.set("fine_share", 0.0)
+        else:
+            choices.choose("fine_clusters", fine, reason)
+    if choices.config.warm_start.fine_share > 0 and choices.config.head.classifier == "linear":
+        raise UserError("fine clusters need --classifier prototypes: a linear classifier has a fixed number")
+
+
+def resolve_optimiser(choices: Choices, count: int) -> None:
+    """Dimension of the features, learning rate, batch size."""
+    config = choices.config
     if config.dim is None:
-        choose("dim", 256, "as in the paper")
+        choices.choose("dim", 256, "as in the paper")
     if config.lr is None and config.weights and config.method == "odc":
         if config.fine_tuning.frozen:
-            choose("lr", 0.02, "for a neck on frozen features")
+            choices.choose("lr", 0.02, "for a neck on frozen features")
         else:
-            choose("lr", 0.002, "low: the weights mean something")
-    if config.lr is None:
-        choose("lr", 0.05, "usual for SGD at this batch size")
+            choices.choose("lr", 0.002, "low: the weights mean something")
+    elif config.lr is None:
+        choices.choose("lr", 0.05, "usual for SGD at this batch size")
     if config.batch_size is None:
-        choose(
-            "batch_size",
-            max(2, min(128, count // 8)),
-            f"at most 128, and at least 8 steps per pass over {count} images",
-        )
+        reason = f"at most 128, and at least 8 steps per pass over {count} images"
+        choices.choose("batch_size", max(2, min(128, count // 8)), reason)
+    elif config.batch_size > count:
+        choices.choose("batch_size", count, "there are no more images")
+
+
+def resolve_length(choices: Choices, count: int, device: torch.device) -> None:
+    """Epochs, or minutes that they are chosen by."""
+    config = choices.config
     assert config.batch_size is not None
-    if config.batch_size > count:
-        choose("batch_size", count, "there are no more images")
+    assert config.image_size is not None
     steps = num_steps(count, config.batch_size)
     if config.max_steps is not None and (config.epochs is None or config.max_steps <= config.epochs * steps):
-        choose("epochs", -(-config.max_steps // steps), f"{config.max_steps} steps at {steps} steps per epoch")
+        choices.choose("epochs", -(-config.max_steps // steps), f"{config.max_steps} steps at {steps} steps per epoch")
     elif config.epochs is None and config.fine_tuning.frozen:
         reason = "features are computed once; training on them takes little time"
         if config.minutes is not None:
             reason += ", so --minutes is not used: give --epochs"
-            config = changed(config, minutes=None)
-        choose("epochs", max(10, min(60, FROZEN_IMAGES // count)), reason)
-    elif config.epochs is None and config.minutes is None and size > SMALL_IMAGE and device.type == "cpu":
-        choose("minutes", 30.0, "photos on a CPU take long; give --minutes or --epochs for more")
+            choices.set("minutes", None)
+        choices.choose("epochs", max(10, min(60, FROZEN_IMAGES // count)), reason)
+    elif config.epochs is None and config.minutes is None and config.image_size > SMALL_IMAGE and device.type == "cpu":
+        choices.choose("minutes", 30.0, "photos on a CPU take long; give --minutes or --epochs for more")
     elif config.epochs is None and config.minutes is None:
         epochs = max(10, min(200, IMAGES_TO_SEE // count))
-        choose("epochs", epochs, f"about {IMAGES_TO_SEE:,} images in all, between 10 and 200 epochs")
-    if config.workers is None:
-        choose("workers", *choose_workers(source, device))
-    if config.running.precision == "auto":
+        choices.choose("epochs", epochs, f"about {IMAGES_TO_SEE:,} images in all, between 10 and 200 epochs")
+
+
+def resolve_machine(choices: Choices, source: Source, device: torch.device) -> None:
+    """Processes, precision and device."""
+    if choices.config.workers is None:
+        choices.choose("workers", *choose_workers(source, device))
+    if choices.config.running.precision == "auto":
         native = has_bfloat16(device)
         reason = f"this {device.type} {'computes' if native else 'does not compute'} bfloat16 natively"
-        choose("precision", "bfloat16" if native else "float32", reason)
-    if config.device == "auto":
-        choose("device", device.type, "the best there is here")
-    return config, chosen
+        choices.choose("precision", "bfloat16" if native else "float32", reason)
+    if choices.config.device == "auto":
+        choices.choose("device", device.type, "the best there is here")
 
 
 def choose_frozen(config: Config, count: int, device: torch.device) -> tuple[bool, str]:
@@ -157,7 +196,7 @@ def choose_frozen(config: Config, count: int, device: torch.device) -> tuple[boo
 
 
 def choose_fine_clusters(config: Config, count: int) -> tuple[int, str]:
-    """More cost time and taught no more; few images need smaller ones, or they would not be finer than the final ones."""
+    """More cost time and taught no more; of few images they are smaller, so that they are finer than the final ones."""
     share = 50 if config.fine_tuning.frozen or count >= FEW_FOR_FINE else 10
     return max(1, min(10_000, count // share)), f"one per {share} images, at most 10,000, to learn features with"
 
