@@ -24,6 +24,7 @@ from small_data import judge
 
 import odcluster
 from odcluster import api
+from odcluster.build import build_loader, build_method
 from odcluster.data.sources import open_source
 from odcluster.demonstrate import settle_batch_norm
 from odcluster.models.backbones import Backbone
@@ -78,11 +79,11 @@ def verdicts(run: Path, data: Data, test: Data, seed: int) -> dict[str, Any]:
     config = dataclasses.replace(open_run(run).config(), weights=None)
     sources, quiet = [open_source(images) for images, _ in (data, test)], Console(quiet=True)
     labels = [torch.from_numpy(labels) for _, labels in (data, test)]
-    method = api.build_method(config, len(sources[0]), CPU, quiet)
+    method = build_method(config, len(sources[0]), CPU, quiet)
     untrained = cast(Backbone, method.backbone)
     with (
-        api.build_loader(config, sources[0], method, CPU, quiet, StopFlag()) as train,
-        api.build_loader(config, sources[1], method, CPU, quiet, StopFlag()) as held_out,
+        build_loader(config, sources[0], method, CPU, quiet, StopFlag()) as train,
+        build_loader(config, sources[1], method, CPU, quiet, StopFlag()) as held_out,
     ):
         settle_batch_norm(untrained, train, np.arange(min(2048, len(sources[0]))), CPU, lambda doing, done, total: None)
         pairs = {"before": untrained, "after": odcluster.load_backbone(run)}

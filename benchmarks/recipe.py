@@ -33,6 +33,7 @@ from small_data import judge, stage_features
 
 import odcluster
 from odcluster import api
+from odcluster.build import build_loader, build_method
 from odcluster.clustering.agreement import nmi
 from odcluster.clustering.kmeans import kmeans
 from odcluster.data.annotations import annotations_of
@@ -139,10 +140,10 @@ def scratch(given: argparse.Namespace, command: str) -> None:
             reference = dataclasses.replace(api.recipe_of("odc_small"), seed=seed, backbone="smallconv", epochs=1,
                                             image_size=32, clusters=10, batch_size=128, workers=1)  # fmt: skip
             quiet = Console(quiet=True)
-            method = api.build_method(reference, len(sources[0]), CPU, quiet)
+            method = build_method(reference, len(sources[0]), CPU, quiet)
             with (
-                api.build_loader(reference, sources[0], method, CPU, quiet, StopFlag()) as train,
-                api.build_loader(reference, sources[1], method, CPU, quiet, StopFlag()) as test,
+                build_loader(reference, sources[0], method, CPU, quiet, StopFlag()) as train,
+                build_loader(reference, sources[1], method, CPU, quiet, StopFlag()) as test,
             ):
                 if name == "untrained":
                     backbone = cast(Backbone, method.backbone)

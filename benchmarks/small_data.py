@@ -21,6 +21,7 @@ import torch
 
 import odcluster
 from odcluster import api
+from odcluster.build import build_loader, build_method
 from odcluster.clustering.agreement import nmi
 from odcluster.data.loading import Loader
 from odcluster.data.sources import Source, open_source
@@ -84,11 +85,11 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     config = open_run(run).config()
     cpu, quiet = torch.device("cpu"), Console(quiet=True)
-    method = api.build_method(dataclasses.replace(config, weights=None), len(sources[0]), cpu, quiet)
+    method = build_method(dataclasses.replace(config, weights=None), len(sources[0]), cpu, quiet)
     untrained, trained = cast(Backbone, method.backbone), odcluster.load_backbone(run)
     with (
-        api.build_loader(config, sources[0], method, cpu, quiet, StopFlag()) as train,
-        api.build_loader(config, sources[1], method, cpu, quiet, StopFlag()) as test,
+        build_loader(config, sources[0], method, cpu, quiet, StopFlag()) as train,
+        build_loader(config, sources[1], method, cpu, quiet, StopFlag()) as test,
     ):
         verdicts = {"trained": judge(trained, train, test, labels, layers)}
         if not skip_untrained:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from odcluster import api
+from odcluster.build import build_backbone, build_loader, build_method
 from odcluster.clustering.kmeans import kmeans
 from odcluster.config import Config, changed
 from odcluster.data.loading import RawBatch
@@ -83,8 +84,8 @@ class Contest:
         )  # fmt: skip
         self.config, _ = resolve(config, source, CPU)
         quiet, stop = Console(quiet=True), StopFlag()
-        method = api.build_method(self.config, num_samples, CPU, quiet)
-        loader = api.build_loader(self.config, source, method, CPU, quiet, stop)
+        method = build_method(self.config, num_samples, CPU, quiet)
+        loader = build_loader(self.config, source, method, CPU, quiet, stop)
         self.trainer = Trainer(method, loader, source.manifest, self.config, CPU, quiet, stop)
         self.odc = cast(ODC, method)
         self.fill_memories()
@@ -110,7 +111,7 @@ class Contest:
         odc.handle_small_clusters(step=-1)
 
     def supervised_network(self) -> nn.Sequential:
-        backbone = api.build_backbone(self.config, Console(quiet=True))
+        backbone = build_backbone(self.config, Console(quiet=True))
         network = nn.Sequential(backbone, nn.Linear(backbone.num_features, CLASSES))
         return cast(Any, network).to(memory_format=torch.channels_last)
 
@@ -260,10 +261,10 @@ def loader_speed(config: Config, photos: Path, seconds: float) -> float:
     """Images per second of the loader by itself, with the workers of the run."""
     source = open_source(photos)
     quiet, stop = Console(quiet=True), StopFlag()
-    method = api.build_method(config, len(source), CPU, quiet)
+    method = build_method(config, len(source), CPU, quiet)
     order = epoch_order(0, 0, len(source))
     batches = [np.resize(np.roll(order, -at * 7), config.batch_size or 1) for at in range(10_000)]
-    with api.build_loader(config, source, method, CPU, quiet, stop) as loader:
+    with build_loader(config, source, method, CPU, quiet, stop) as loader:
         images, began = 0, 0.0
         for at, raw in enumerate(loader.training(0, batches)):
             if at == 4:  # the workers have started and filled their queue

@@ -10,54 +10,37 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
 
 from odcluster import renew
-from odcluster.config import Config, changed, features_fingerprint, from_json, to_json
-from odcluster.data.loading import Batches, Cache, Loader, RawBatch
-from odcluster.data.order import num_steps
-from odcluster.data.randomness import Purpose, permutation
-from odcluster.data.sources import FileSource, Manifest, PackedSource, Source, open_source
-from odcluster.data.subsets import Subset
+from odcluster.build import build_backbone, build_loader, build_method, frozen_features
+from odcluster.config import Config, changed, from_json, to_json
+from odcluster.data.loading import Batches, Loader, RawBatch
+from odcluster.data.randomness import permutation
+from odcluster.data.sources import Manifest, Source, open_source
 from odcluster.errors import DataError, Interrupted, UserError
 from odcluster.evaluation.knn import neighbours_kept
 from odcluster.explore.deliver import deliver, similarities_of
-from odcluster.methods.colorization import Colorization
-from odcluster.methods.deepcluster import DeepCluster
-from odcluster.methods.interface import Batch, Method
-from odcluster.methods.jigsaw import Jigsaw
+from odcluster.methods.interface import Method
 from odcluster.methods.labels import Labels
-from odcluster.methods.odc import ODC
-from odcluster.methods.rotation import Rotation
-from odcluster.models.backbones import Backbone, check_takes, create_backbone, freeze_stages
+from odcluster.models.backbones import Backbone
 from odcluster.models.sobel import represent
-from odcluster.models.weights import describe_weights, load_backbone_weights
-from odcluster.ranks import SINGLE, Ranks, joined, local_ranks
+from odcluster.pace import fit_epochs
+from odcluster.ranks import SINGLE, Ranks, joined
 from odcluster.recipes import default_recipe
 from odcluster.recipes import recipe as recipe_of
 from odcluster.training import checkpoint, shards
 from odcluster.training.carry import as_of, forget_old_changes
 from odcluster.training.console import Console, duration
-from odcluster.training.devices import StopFlag, choose_device, seed_torch
-from odcluster.training.frozen import FrozenViews, frozen_views
-from odcluster.training.parallel import synchronise_norms
+from odcluster.training.devices import StopFlag, choose_device
 from odcluster.training.resolve import describe, describe_warm_start, resolve, without_effect
 from odcluster.training.run import Run, RunLock, check_free, create_run, last_launch, open_run
-from odcluster.training.survey import extract, to_network
+from odcluster.training.survey import extract
 from odcluster.training.trainer import Trainer
 
-METHODS: dict[str, type[ODC | DeepCluster | Rotation | Jigsaw | Colorization | Labels]] = {
-    "odc": ODC,
-    "deepcluster": DeepCluster,
-    "rotation": Rotation,
-    "jigsaw": Jigsaw,
-    "colorization": Colorization,
-    "labels": Labels,
-}
 SAMPLE = 2000
 """Images among which neighbours are compared before and after fine-tuning."""
 FEW_KEPT = 0.1
@@ -301,116 +284,6 @@ def execute(
     return run.path
 
 
-def frozen_features(
-    run: Run,
-    config: Config,
-    loader: Loader,
-    method: Method,
-    manifest: Manifest,
-    device: torch.device,
-    console: Console,
-    stop: StopFlag,
-    ranks: Ranks = SINGLE,
-) -> FrozenViews:
-    """What the frozen backbone makes of all images and views of them: in the run directory, or made now."""
-    backbone, views = cast(Backbone, method.backbone), config.fine_tuning.cached_views
-
-    def notice(done: int, total: int) -> None:
-        stop.wanted = ranks.any(stop.wanted)
-        stop.poll()
-        if done:
-            console.progress("features of the frozen backbone", done, total)
-
-    try:
-        return frozen_views(
-            run.path / "features",
-            loader,
-            backbone,
-            manifest=manifest,
-            num_features=backbone.num_features,
-            num_cached=views,
-            num_views=config.augmentation.num_views,
-            seed=config.seed,
-            device=device,
-            identity=features_fingerprint(config),
-            progress=notice,
-            ranks=ranks,
-            bfloat16=config.running.precision == "bfloat16",
-        )
-    except Interrupted as stopped:
-        raise Interrupted(
-            f"stopped, the features made so far are kept: `odcluster resume {run.path}` goes on"
-        ) from stopped
-
-
-def build_method(
-    config: Config,
-    num_samples: int,
-    device: torch.device,
-    console: Console,
-    found: checkpoint.Checkpoint | None = None,
-    ranks: Ranks = SINGLE,
-) -> Method:
-    """Backbone and method, as the seed has them, or ready to take the state of a checkpoint."""
-    if found is None:
-        backbone = build_backbone(config, console)
-    else:  # the weights it started from may be gone; what they decided is in the state
-        backbone = new_backbone(config, found.state["stem"])
-        mean, std = map(tuple, found.state["normalisation"])
-        backbone.set_normalisation(mean, std)
-        stored = found.tensors["model"].items()  # features of a frozen backbone may have to be made again
-        backbone.load_state_dict({k.removeprefix("backbone."): v for k, v in stored if k.startswith("backbone.")})
-        freeze(backbone, config)
-    method = synchronise_norms(ranks, METHODS[config.method](backbone, num_samples, config, ranks), device)
-    if config.running.compile:
-        backbone.compile()
-    if config.running.deterministic and device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-    cast(Any, backbone).to(device=device, memory_format=torch.channels_last)  # a fifth faster, on CPUs too
-    return cast(Method, method.to(device))
-
-
-def build_backbone(config: Config, console: Console) -> Backbone:
-    """A backbone with random weights, or with those the configuration names."""
-    backbone = new_backbone(config, stem_of(config.weights))
-    if backbone.stem == "small":
-        console.say(f"  {'stem':14} small  (3x3, stride 1, no pooling: the images are {config.image_size} px)")
-    if config.weights:
-        report = load_backbone_weights(backbone, config.weights, min_matched=config.fine_tuning.min_matched)
-        console.say(report.text())
-    freeze(backbone, config)
-    return backbone
-
-
-def freeze(backbone: Backbone, config: Config) -> None:
-    """The stages that are not trained: those asked for, or all of them."""
-    frozen = config.fine_tuning.frozen
-    freeze_stages(backbone, len(backbone.stage_names) if frozen else config.fine_tuning.freeze_stages)
-    if frozen:
-        backbone.requires_grad_(False)
-
-
-def new_backbone(config: Config, stem: Literal["auto", "standard", "small"]) -> Backbone:
-    """The backbone with the random weights of the seed; it must take training crops as well as whole images."""
-    assert config.backbone is not None
-    assert config.image_size is not None
-    seed_torch(config.seed, Purpose.WEIGHTS)
-    in_channels = 2 if config.method == "deepcluster" and config.deepcluster.sobel else 3
-    backbone = create_backbone(config.backbone, image_size=config.image_size, in_channels=in_channels, stem=stem)
-    if (crop := config.augmentation.crop_size) not in (None, config.image_size) and config.method != "jigsaw":
-        check_takes(backbone, crop)
-    return backbone
-
-
-def stem_of(weights: str | None) -> Literal["auto", "standard", "small"]:
-    """Weights decide about the stem: those of another run have its own, those of others the standard one."""
-    if weights is None:
-        return "auto"
-    described = describe_weights(weights)
-    return "small" if described is not None and described["stem"] == "small" else "standard"
-
-
 def kept_neighbours(
     config: Config,
     method: Method,
@@ -439,93 +312,6 @@ def kept_neighbours(
 def _show(console: Console, stop: StopFlag, activity: str, total: int, raw: RawBatch, done: int) -> None:
     stop.poll()
     console.progress(activity, done, total)
-
-
-def build_loader(
-    config: Config, source: Source, method: Method, device: torch.device, console: Console, stop: StopFlag
-) -> Loader:
-    assert config.image_size is not None
-    assert config.workers is not None
-    backbone = cast(Backbone, method.backbone)
-    cache, augmentation = None, config.augmentation
-    if config.fine_tuning.frozen:
-        augmentation = dataclasses.replace(augmentation, num_views=config.fine_tuning.cached_views)
-    if isinstance(source, FileSource | PackedSource | Subset) and config.running.cache_gb > 0:
-        size = min(config.image_size, config.augmentation.crop_size or config.image_size)
-        cache = Cache(source, size, int(config.running.cache_gb * 1e9 / local_ranks()))
-
-        def notice(done: int) -> None:
-            stop.poll()
-            console.progress("reading images into memory", done, len(source))
-
-        cache.fill(notice)
-    return Loader(
-        source,
-        augmentation,
-        image_size=config.image_size,
-        seed=config.seed,
-        workers=config.workers,
-        normalisation=(backbone.mean, backbone.std),
-        cache=cache,
-        pin_memory=device.type == "cuda",
-        poll=stop.poll,
-        warn=console.warn,
-    )
-
-
-def fit_epochs(config: Config, source: Source, device: torch.device, console: Console, ranks: Ranks) -> Config:
-    """--minutes: a few real steps on a throw-away network tell the speed; the epochs that fit are then fixed.
-
-    Across ranks, each measures its share of a batch at the same time; what they say to each other is not in it.
-    """
-    assert config.minutes is not None
-    assert config.batch_size is not None
-    trial = dataclasses.replace(config, minutes=None, epochs=2, batch_size=config.batch_size // ranks.world_size)
-    ranks.meet()
-    method = build_method(trial, len(source), device, Console(quiet=True))
-    try:
-        with StopFlag() as stop, build_loader(trial, source, method, device, console, stop) as loader:
-            per_step, per_image = measure(trial, method, loader, len(source), device, stop)
-    except Interrupted as stopped:
-        raise KeyboardInterrupt from stopped  # nothing has been written yet
-    steps = num_steps(len(source), config.batch_size)
-    survey = per_image * len(source)
-    if config.method == "deepcluster":  # looks at all images, and clusters them, before every epoch
-        per_step += 1.5 * survey / steps
-    fitting = (config.minutes * 60 * 0.95 - survey) / per_step  # 5 % for checkpoints and the end
-    total = max(1, int(fitting))
-    fixed = dataclasses.replace(config, minutes=None, epochs=-(-total // steps), max_steps=total)
-    speed = f"{per_step * 1000:.0f} ms per step of {config.batch_size} images"
-    console.say(
-        f"  {'steps':14} {total:,}, or {total / steps:.1f} epochs, fit into {config.minutes:g} minutes  ({speed})"
-    )
-    return fixed
-
-
-def measure(
-    config: Config, method: Method, loader: Loader, num_samples: int, device: torch.device, stop: StopFlag
-) -> tuple[float, float]:
-    """Seconds of a training step, and of one image's evaluation view and forward pass."""
-    module = cast(nn.Module, method)
-    mean, std = loader.normalisation_on(device)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    last = (config.epochs or 1) - 1  # past a warm start: what most steps will be like
-    order = np.arange(num_samples, dtype=np.int64)
-    batches = [np.resize(np.roll(order, -at * 7), config.batch_size or 1) for at in range(60)]
-    times = []
-    began = time.monotonic()
-    for raw in loader.training(0, batches):
-        stop.poll()
-        loss = module(Batch(raw.ids.to(device), to_network(raw.images, mean, std), epoch=last, step=0)).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        float(loss.detach())  # waits for the device
-        times.append(time.monotonic())
-        if len(times) >= 8 and times[-1] - began > 8:
-            break
-    per_step = float(np.median(np.diff(times)[len(times) // 2 :]))  # the first steps warm up
-    return per_step, per_step / (config.batch_size or 1) / 2
 
 
 def free_name(data: str | os.PathLike[str] | np.ndarray) -> Path:

@@ -12,6 +12,7 @@ from sklearn.cluster import KMeans
 from torch import Tensor, nn
 
 from odcluster import api
+from odcluster.build import build_loader, build_method
 from odcluster.clustering.agreement import nmi
 from odcluster.config import Config, changed
 from odcluster.data.loading import Loader
@@ -85,10 +86,10 @@ def judge(
     config = open_run(run_path).config()
     device = choose_device(config.device)
     quiet = Console(quiet=True)
-    untrained = api.build_method(config, len(source), device, quiet)
+    untrained = build_method(config, len(source), device, quiet)
     backbone = cast(Backbone, untrained.backbone)
     trained = load_backbone(run_path).to(device)
-    with api.build_loader(config, source, untrained, device, quiet, StopFlag()) as loader:
+    with build_loader(config, source, untrained, device, quiet, StopFlag()) as loader:
         settle_batch_norm(backbone, loader, np.arange(min(len(source), 5000)), device, lambda *_: None)
         before = measure(backbone, loader, truth, device, "before", console)
         return before, measure(trained, loader, truth, device, "after", console)

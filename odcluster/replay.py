@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from odcluster.api import build_loader, build_method, frozen_features
+from odcluster.build import build_loader, build_method, frozen_features
 from odcluster.config import changed
 from odcluster.data.added import open_with_added
 from odcluster.data.loading import Batches

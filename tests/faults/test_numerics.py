@@ -19,7 +19,7 @@ from harness import METHODS, SHORT, at_step, compare, save_seldom
 from safetensors.torch import load_file
 
 import odcluster
-from odcluster import api
+from odcluster import build
 from odcluster.cli import main
 from odcluster.errors import DataError, Diverged, UserError
 from odcluster.methods.interface import Outcome
@@ -66,7 +66,7 @@ class Spoiled(torch.autograd.Function):
 
 def poisoned_steps(method: str, where: str, bad: float, steps: set[int]) -> None:
     """In this process: these steps of the method give numbers that are not finite."""
-    kind = api.METHODS[METHODS[method].get("method", "odc")]
+    kind = build.METHODS[METHODS[method].get("method", "odc")]
     original = kind.forward
 
     def forward(self, batch):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tiny_runs import TINY, make_images, metrics_without_timings, state_hash
 
 import odcluster
-from odcluster import api
+from odcluster.build import build_loader, build_method
 from odcluster.clustering.kmeans import nearest_centroids
 from odcluster.data.sources import open_source
 from odcluster.errors import Interrupted, UserError
@@ -55,11 +55,11 @@ def test_the_backbone_is_the_one_it_started_from(run, weights):
 def test_features_are_those_of_the_backbone(run, image_folder, weights):
     """The first of the kept features is the evaluation view's, in the precision of the run."""
     config, source = open_run(run).config(), open_source(image_folder)
-    method = api.build_method(config, len(source), torch.device("cpu"), Console(quiet=True))
+    method = build_method(config, len(source), torch.device("cpu"), Console(quiet=True))
     method.backbone.eval()
     half = config.running.precision == "bfloat16"
     with (
-        api.build_loader(config, source, method, torch.device("cpu"), Console(quiet=True), StopFlag()) as loader,
+        build_loader(config, source, method, torch.device("cpu"), Console(quiet=True), StopFlag()) as loader,
         torch.autocast("cpu", torch.bfloat16, enabled=half),
     ):
         ids = np.arange(len(source))
@@ -77,10 +77,10 @@ def test_labels_are_those_of_the_evaluation_views(run, image_folder):
     found = checkpoint.find(run / "checkpoints", lambda warning: None)
     assert found is not None
     cpu, quiet = torch.device("cpu"), Console(quiet=True)
-    method = api.build_method(config, len(source), cpu, quiet, found)
+    method = build_method(config, len(source), cpu, quiet, found)
     method.load_state_dict({**found.tensors["model"], **found.tensors["memory"]})
     method.eval()
-    with api.build_loader(config, source, method, cpu, quiet, StopFlag()) as loader:
+    with build_loader(config, source, method, cpu, quiet, StopFlag()) as loader:
         rows, _ = extract(method.embed_images, loader, np.arange(len(source)), cpu, lambda raw, done: None)
     labels, _, _ = nearest_centroids(l2_normalise(rows), method.centroids.centroids)
     written = read_clusters_csv(run / "clusters.csv").labels

@@ -20,7 +20,9 @@ def test_matrices_go_as_in_torch(shape: tuple[int, int]) -> None:
     start, gradients = torch.randn(shape), [torch.randn(shape) for _ in range(5)]
     own, reference = nn.Parameter(start.clone()), nn.Parameter(start.clone())
     got = walk(own, Muon([{"params": [own]}], 0.02, 0.01, torch.bfloat16), gradients)
-    expected = walk(reference, torch.optim.Muon([reference], lr=0.02, weight_decay=0.01, ns_steps=ITERATIONS), gradients)
+    expected = walk(
+        reference, torch.optim.Muon([reference], lr=0.02, weight_decay=0.01, ns_steps=ITERATIONS), gradients
+    )
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=0)
     assert (got - start).abs().max() > 0.01
 
