@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable
 from typing import Annotated, Any, NoReturn
 
-from odcluster import __version__, config
+from odcluster import __version__, config, verbs
 from odcluster.config import GROUPS, Config, changed
 from odcluster.errors import UserError
 
@@ -157,8 +157,8 @@ def evaluate_verb(given: list[str]) -> None:
     if "--compare" in given:
         return compare_verb(given)
     weights = {"weights": required("WEIGHTS", "A run, an exported backbone, a weights file, or a backbone's name.")}
-    defaults = config.Evaluation(task="linear")
-    options = options_of(config.Evaluation, defaults)
+    defaults = verbs.Evaluation(task="linear")
+    options = options_of(verbs.Evaluation, defaults)
     options["task"] = (options["task"][0], dataclasses.MISSING)
     values = parse("evaluate", evaluate_verb, given, {**weights, **options}, flags=True)
     from odcluster.judge import evaluate
@@ -211,7 +211,7 @@ def report_verb(given: list[str]) -> None:
 def assign_verb(given: list[str]) -> None:
     """The cluster of every image of DATA, how sure that is, and the distance to the cluster's centre, as a table."""
     extra = {"run": required("RUN", "The run directory."), "data": required("DATA", doc("data"))}
-    options = options_of(config.Assigning, config.Assigning())
+    options = options_of(verbs.Assigning, verbs.Assigning())
     values = parse("assign", assign_verb, given, {**extra, **options})
     from odcluster.deploy import assign
 
@@ -225,7 +225,7 @@ def embed_verb(given: list[str]) -> None:
     """
     about = "A run, an exported backbone, a weights file, or a backbone's name with --weights or --untrained."
     extra = {"subject": required("X", about), "data": required("DATA", doc("data"))}
-    options = options_of(config.Embedding, config.Embedding())
+    options = options_of(verbs.Embedding, verbs.Embedding())
     values = parse("embed", embed_verb, given, {**extra, **options}, flags=True)
     from odcluster.deploy import embed
 
@@ -234,7 +234,7 @@ def embed_verb(given: list[str]) -> None:
 
 def export_verb(given: list[str]) -> None:
     """The clusters of a run, as people corrected them in `odcluster explore`, or its weights, for other programs."""
-    options = options_of(config.Exporting, config.Exporting(to="csv"))
+    options = options_of(verbs.Exporting, verbs.Exporting(to="csv"))
     options["to"] = (options["to"][0], dataclasses.MISSING)
     values = parse("export", export_verb, given, {"run": required("RUN", "The run directory."), **options})
     from odcluster.deploy import export
@@ -253,7 +253,7 @@ def reproduce_verb(given: list[str]) -> None:
         print(listing())
         return
     name = {"name": required("NAME", "The study; --list names them.")}
-    options = options_of(config.Reproduction, config.Reproduction())
+    options = options_of(verbs.Reproduction, verbs.Reproduction())
     values = parse("reproduce", reproduce_verb, given, {**name, **options}, flags=True)
     from odcluster.reproduce import reproduce
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast, get_args
 import numpy as np
 import torch
 
-from odcluster.config import Assigning, Embedding, Evaluation, Exporting, Format
 from odcluster.data.readers import shown
 from odcluster.data.sources import Source, open_source
 from odcluster.errors import DataError, Interrupted, UserError
@@ -34,6 +33,7 @@ from odcluster.training.console import Console
 from odcluster.training.devices import StopFlag, choose_device
 from odcluster.training.resolve import choose_workers
 from odcluster.training.run import open_run
+from odcluster.verbs import Assigning, Embedding, Evaluation, Exporting, Format
 
 Data = str | os.PathLike[str] | np.ndarray
 Progress = Callable[[str, int, int], None]

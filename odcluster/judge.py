@@ -18,7 +18,6 @@ import torch
 from rich.console import Console as Terminal
 from rich.table import Table
 
-from odcluster.config import Evaluation, Task
 from odcluster.data.added import open_with_added
 from odcluster.data.readers import shown
 from odcluster.data.sources import open_source
@@ -36,6 +35,7 @@ from odcluster.ranks import Ranks, joined
 from odcluster.training.console import Console, duration
 from odcluster.training.devices import StopFlag, choose_device
 from odcluster.training.run import open_run
+from odcluster.verbs import Evaluation, Task
 
 USE_FEATURES = ("linear", "svm", "lowshot", "knn")
 """Tasks whose features several ranks compute together."""

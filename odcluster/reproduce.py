@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from odcluster import api
-from odcluster.config import Config, Reproduction, changed, fingerprint
+from odcluster.config import Config, changed, fingerprint
 from odcluster.data.sources import Source, open_source
 from odcluster.data.subsets import write_subset
 from odcluster.errors import DataError, Interrupted, UserError
@@ -42,6 +42,7 @@ from odcluster.training.console import Console, duration
 from odcluster.training.metrics import read_metrics
 from odcluster.training.resolve import flat
 from odcluster.training.run import RunLock, write_atomically
+from odcluster.verbs import Reproduction
 
 GUESSED_MINUTES = 60.0
 """Of a part that no estimate is known of, to weigh it against the others."""

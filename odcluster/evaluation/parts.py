@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from odcluster.config import Evaluation
 from odcluster.data.annotations import Annotations, annotations_of
 from odcluster.data.randomness import Purpose, uniforms
 from odcluster.data.sources import SPLITS, Manifest, Source, available_splits, open_source
 from odcluster.errors import DataError, UserError
+from odcluster.verbs import Evaluation
 
 HELD_OUT = 0.2
 """Share of the images that test, where the data has no part for it."""

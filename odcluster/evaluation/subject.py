@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from odcluster.config import Evaluation
 from odcluster.data.loading import Loader
 from odcluster.data.randomness import Purpose
 from odcluster.data.sources import Source
@@ -28,6 +27,7 @@ from odcluster.models.weights import describe_weights, load_backbone_weights
 from odcluster.training.devices import seed_torch
 from odcluster.training.resolve import SMALL_IMAGE, choose_image_size
 from odcluster.training.survey import to_network
+from odcluster.verbs import Evaluation
 
 SETTLING_IMAGES = 2048
 """Images whose statistics an untrained network's batch norm takes over."""

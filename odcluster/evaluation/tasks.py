@@ -20,7 +20,6 @@ import torch
 from numpy.typing import NDArray
 
 from odcluster.clustering import agreement
-from odcluster.config import Evaluation
 from odcluster.errors import DataError, UserError
 from odcluster.evaluation import parts as parts_module
 from odcluster.evaluation.features import MAX_DIMS, VECTOR, FeatureStore, extract_features, pooling
@@ -36,6 +35,7 @@ from odcluster.evaluation.subject import Subject
 from odcluster.evaluation.svm import SvmResult, check_folds, read_stored, svm_map, write_stored
 from odcluster.models.backbones import Backbone
 from odcluster.ranks import SINGLE, Ranks
+from odcluster.verbs import Evaluation
 
 NUM_DRAWS = 5
 FEWER = "use --task linear, or fewer training images"

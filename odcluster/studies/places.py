@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from odcluster.config import Reproduction
 from odcluster.data.readers import shown
 from odcluster.errors import DataError, UserError
 from odcluster.studies.plan import DataName
+from odcluster.verbs import Reproduction
 
 FOLDERS = {"cifar10": "cifar10", "tiny-imagenet": "tiny_imagenet", "voc": "voc2007"}
 """Names below --data."""

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from odcluster.config import Config, Task
+from odcluster.config import Config
+from odcluster.verbs import Task
 
 if TYPE_CHECKING:
     from odcluster.data.sources import Manifest, Source

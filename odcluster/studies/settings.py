@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from odcluster.config import Config, Task, changed
+from odcluster.config import Config, changed
 from odcluster.data.randomness import Purpose, permutation
 from odcluster.errors import DataError
 from odcluster.recipes import recipe
 from odcluster.studies.plan import DataName, Ids, Images, Judgement
+from odcluster.verbs import Task
 
 if TYPE_CHECKING:
     from odcluster.data.sources import Manifest

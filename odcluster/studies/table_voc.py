@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from odcluster.config import Task
 from odcluster.studies.drawing import bars, curves, draw_page
 from odcluster.studies.plan import Found, Plan, Scale, Study
 from odcluster.studies.settings import judge_voc
 from odcluster.studies.systems import NAMES, describe_budget, system_of, system_trainings
+from odcluster.verbs import Task
 
 TASKS: tuple[Task, ...] = ("svm", "lowshot")
 SMALL_VOC = {"split": "train/val", "image_size": 64}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from odcluster.clustering.balance import check_room
-from odcluster.config import Evaluation, changed, fingerprint
+from odcluster.config import changed, fingerprint
 from odcluster.data.sources import Manifest
 from odcluster.errors import DataError
 from odcluster.judge import check_options
@@ -18,6 +18,7 @@ from odcluster.studies.catalogue import STUDIES, listing
 from odcluster.studies.clusters import choose
 from odcluster.studies.plan import Judgement, Plan, Study, Training
 from odcluster.studies.settings import draw_classes, draw_long_tail, draw_uniformly, long_tail_sizes
+from odcluster.verbs import Evaluation
 
 NAMES = {"table-linear", "table-voc", "fine-tuning", "stability", "update-interval", "small-clusters", "long-tail"}
 NAMES |= {"reweighting", "clusters"}

@@ -17,12 +17,12 @@ from PIL import Image
 from tiny_studies import make_study_data, shrunk
 
 from odcluster import api, cli
-from odcluster.config import Reproduction
 from odcluster.errors import DataError, Interrupted, UserError
 from odcluster.reproduce import reproduce
 from odcluster.studies.catalogue import STUDIES
 from odcluster.studies.places import find_places
 from odcluster.training.devices import StopFlag
+from odcluster.verbs import Reproduction
 
 TESTS = Path(__file__).parents[1]
 
