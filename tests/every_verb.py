@@ -59,6 +59,7 @@ def some(images: str, more: str, backbone: str = "smallconv") -> None:
     odcluster.evaluate(run, task="knn", workers=0, data=images)
     odcluster.assign(run, more, out="assigned.csv", workers=0, quiet=True)
     odcluster.embed(run, more, out="embedded.npy", workers=0, quiet=True)
+    odcluster.load_backbone(run)
     odcluster.report(run, quiet=True)
     for to in ("csv", "folders"):
         odcluster.export(run, to=to, quiet=True)

@@ -6,13 +6,14 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forking import Child
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny_runs import TINY
@@ -20,7 +21,8 @@ from tiny_runs import TINY
 import odcluster
 from odcluster import api
 from odcluster.errors import DataError, Interrupted, UserError
-from odcluster.evaluation import tasks
+from odcluster.evaluation import svm, tasks
+from odcluster.evaluation.results import Result
 from odcluster.judge import compare, evaluate
 from odcluster.models.backbones import create_backbone
 from odcluster.models.weights import export_backbone
@@ -266,34 +268,24 @@ def test_a_weights_file_needs_the_name_of_its_network(classes: Path, tmp_path: P
 
 
 def test_a_killed_evaluation_goes_on_and_ends_with_the_same_numbers(voc: Path, tmp_path: Path) -> None:
-    arguments = [
-        "smallconv",
-        "--untrained",
-        "--task",
-        "svm",
-        "--data",
-        str(voc),
-        "--split",
-        "train/val",
-        "--workers",
-        "0",
-    ]
-    whole = command(*arguments, "--out", "whole", cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "odcluster", "evaluate", *arguments, "--out", "killed"],
-        cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    while process.poll() is None and not list((tmp_path / "killed").glob(".unfinished-*/conv*/class_*.json")):
-        time.sleep(0.002)
-    process.kill()
-    process.wait()
-    assert process.returncode < 0 or (tmp_path / "killed" / "svm.json").exists()  # killed, or quicker than we were
-    again = command(*arguments, "--out", "killed", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    scores = [json.loads((tmp_path / name / "svm.json").read_text())["scores"] for name in ("whole", "killed")]
-    assert scores[0] == scores[1]
+    def judge(out: str) -> Result:
+        options = {"task": "svm", "data": str(voc), "split": "train/val", "untrained": True, "workers": 0}
+        return evaluate("smallconv", quiet=True, out=str(tmp_path / out), **options)
+
+    def killed() -> None:
+        write = svm._write_class
+
+        def write_and_die(*arguments: object) -> None:
+            write(*arguments)  # type: ignore[arg-type]
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        svm._write_class = write_and_die
+        judge("killed")
+
+    child = Child(killed, tmp_path / "said.txt")
+    assert child.wait() == -signal.SIGKILL, child.said()
+    assert list((tmp_path / "killed").glob(".unfinished-*/conv*/class_*.json"))
+    assert judge("killed").scores == judge("whole").scores
 
 
 def test_the_verbs_are_functions_of_the_package() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,30 +30,6 @@ def test_nothing_that_is_read_can_run_code(path):
                 assert keywords.get("weights_only") == "True"
             if name in {"np.load", "numpy.load"}:
                 assert keywords.get("allow_pickle") == "False"
-
-
-NO_NETWORK = """
-import socket, sys
-def refuse(*arguments, **keywords):
-    raise AssertionError("a socket was opened")
-socket.socket.connect = refuse
-socket.socket.bind = refuse
-socket.create_connection = refuse
-socket.getaddrinfo = refuse
-sys.path.insert(0, sys.argv[2])
-from tiny_runs import TINY
-import odcluster
-run = odcluster.train(sys.argv[1], out=sys.argv[3], quiet=True, **TINY)
-odcluster.resume(run, quiet=True)
-odcluster.load_backbone(run)
-"""
-
-
-def test_training_opens_no_socket(image_folder, tmp_path):
-    tests = str(ROOT / "tests")
-    command = [sys.executable, "-c", NO_NETWORK, str(image_folder), tests, str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_readme_names_the_verbs_and_commands_that_exist():

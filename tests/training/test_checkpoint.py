@@ -6,12 +6,12 @@ import errno
 import json
 import resource
 import shutil
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+from forking import finish
 from tiny_runs import TINY, metrics_without_timings, state_hash
 
 import odcluster
@@ -175,25 +175,18 @@ def test_a_full_disk_at_any_write_leaves_the_older_ones_intact(at, tmp_path, mon
     assert found.state["step"] == 1
 
 
-LIMITED = """
-import resource, signal, sys
-from pathlib import Path
-import torch
-from odcluster.training import checkpoint
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-try:
-    checkpoint.save(Path(sys.argv[1]), 2, {"model": {"w": torch.zeros(100_000)}}, {})
-except checkpoint.NotSaved as error:
-    print(error)
-"""
-
-
 def test_a_real_write_error_is_reported_not_raised(tmp_path):
-    save(tmp_path, 1)
-    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert "step 2 could not be written" in done.stdout
-    found = checkpoint.find(tmp_path, pytest.fail)
+    folder = tmp_path / "checkpoints"
+    save(folder, 1)
+
+    def limited() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        with pytest.raises(NotSaved, match="step 2 could not be written"):
+            checkpoint.save(folder, 2, {"model": {"w": torch.zeros(100_000)}}, {})
+
+    finish(limited, tmp_path / "said.txt")
+    found = checkpoint.find(folder, pytest.fail)
     assert found is not None
     assert found.state["step"] == 1
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY

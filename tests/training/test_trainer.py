@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forking import Child, command
 from safetensors.torch import load_file
 from tiny_runs import TINY, make_images, state_hash
 
@@ -109,27 +110,54 @@ def test_an_image_deleted_while_training_is_left_out_and_its_row_kept(tmp_path, 
     assert list(csv.DictReader((run / "clusters.csv").open()))[11]["cluster"] != "-1"
 
 
+def endless(run: Path, workers: int) -> list[str]:
+    """Words for a training that goes on until it is stopped."""
+    options = {**TINY, "epochs": 3000, "workers": workers}
+    return ["--out", str(run), *(f"--{name.replace('_', '-')}={value}" for name, value in options.items())]
+
+
+def has_begun(run: Path) -> bool:
+    metrics = run / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
+
+
+def is_saved_and_says_so(run: Path, said: str) -> None:
+    assert "odcluster resume" in said
+    assert "Traceback" not in said
+    assert list((run / "checkpoints").glob("step-*"))
+
+
 @pytest.mark.parametrize(
-    ("number", "whole_group"),
-    [(signal.SIGINT, False), (signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGUSR1, True)],
+    ("number", "whole_group"), [(signal.SIGINT, False), (signal.SIGTERM, False), (signal.SIGUSR1, True)]
 )
 def test_a_signal_saves_and_exits_75(number, whole_group, image_folder, tmp_path):
     run = tmp_path / "run"
-    changes = {"epochs": 3000, "workers": 2 if whole_group else 0}
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, **changes}.items()]
-    command = [sys.executable, "-m", "odcluster", "train", str(image_folder), "--out", str(run), *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    metrics = run / "metrics.jsonl"
-    deadline = time.monotonic() + 60
-    while not (metrics.exists() and metrics.stat().st_size > 0):
+    words = ["train", str(image_folder), *endless(run, workers=2 if whole_group else 0)]
+    child = Child(command(*words), tmp_path / "said.txt")
+    try:
+        child.wait_until(lambda: has_begun(run))
+        os.killpg(child.pid, number) if whole_group else child.send(number)
+        assert child.wait(60) == 75, child.said()
+    finally:
+        child.end()
+    is_saved_and_says_so(run, child.said())
+
+
+def test_ctrl_c_saves_and_exits_75(image_folder, tmp_path):
+    """As a terminal sends it: to the command, in an interpreter of its own, and to the processes that read images."""
+    run = tmp_path / "run"
+    words = ["train", str(image_folder), *endless(run, workers=2)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "odcluster", *words], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while not has_begun(run):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    os.killpg(process.pid, number) if whole_group else process.send_signal(number)
-    _, errors = process.communicate(timeout=20)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 75, errors
-    assert "odcluster resume" in errors
-    assert "Traceback" not in errors
-    assert list((run / "checkpoints").glob("step-*"))
+    is_saved_and_says_so(run, errors)
 
 
 def test_handlers_are_restored_and_other_threads_may_train():
@@ -154,15 +182,19 @@ def test_a_second_process_is_refused(image_folder, tmp_path):
     from odcluster.training.run import RunLock, open_run
 
     run = odcluster.train(image_folder, out=tmp_path / "run", quiet=True, **TINY)
-    holder = "import sys,time; from pathlib import Path; from odcluster.training.run import *\n"
-    holder += "with RunLock(open_run(Path(sys.argv[1]))): print('held', flush=True); time.sleep(30)"
-    process = subprocess.Popen([sys.executable, "-c", holder, str(run)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    with pytest.raises(DataError, match=rf"in use by another process.*{process.pid}"), RunLock(open_run(run)):
-        pass
-    process.kill()
-    process.wait()
+
+    def hold() -> None:
+        with RunLock(open_run(run)):
+            print("held", flush=True)
+            time.sleep(60)
+
+    child = Child(hold, tmp_path / "said.txt")
+    try:
+        child.wait_until(lambda: "held" in child.said())
+        with pytest.raises(DataError, match=rf"in use by another process.*{child.pid}"), RunLock(open_run(run)):
+            pass
+    finally:
+        child.end()
     with RunLock(open_run(run)):  # dropped with its process
         pass
 
@@ -295,7 +327,7 @@ def test_statistics_that_came_with_weights_are_not_calibrated_away(image_folder,
 
 def test_a_resume_needs_neither_the_weights_nor_the_folder_it_was_started_from(image_folder, tmp_path, monkeypatch):
     """A small stem is decided by the weights; the run remembers it."""
-    options = {**TINY, "backbone": "resnet10t", "epochs": 2}
+    options = {**TINY, "backbone": "resnet10t", "max_steps": 4}
     monkeypatch.chdir(tmp_path)
     odcluster.train(image_folder, out="start", quiet=True, **options)
     odcluster.train(image_folder, out="tuned", quiet=True, **{**options, "weights": "start", "checkpoint_minutes": 0})
