@@ -11,7 +11,6 @@ import numpy as np
 from PIL import Image
 
 from odcluster.config import Config, changed
-from odcluster.studies.catalogue import STUDIES
 from odcluster.studies.plan import Images, Judgement, Plan, Scale, Study, Training
 
 NUM_CLASSES = 5
@@ -104,6 +103,7 @@ def tiny(training: Training) -> Config:
         calibration_batches=1,
         kmeans_iterations=3,
         log_interval=2,
+        **({"permutations": 10} if config.method == "jigsaw" else {}),
     )  # fmt: skip
 
 
@@ -122,8 +122,3 @@ def small_judgement(judgement: Judgement) -> Judgement:
     if judgement.task in ("linear", "svm", "lowshot"):
         options["layers"] = tuple(judgement.options.get("layers") or ("conv4", "conv5"))[-2:]
     return dataclasses.replace(judgement, images=few(judgement.images), options=options)
-
-
-def shrink_all() -> None:
-    """For a process of its own: every study is small from here on."""
-    STUDIES.update({name: shrunk(study) for name, study in STUDIES.items()})

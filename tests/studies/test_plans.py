@@ -32,10 +32,11 @@ def every_plan() -> list[tuple[Study, str, Plan]]:
 
 def test_all_studies_are_there():
     assert set(STUDIES) == NAMES
+    said = listing()
     for name, study in STUDIES.items():
         assert name == study.name
-        assert name in listing()
-        assert study.shows in listing()
+        assert name in said
+        assert study.shows in said
 
 
 @pytest.mark.parametrize(("study", "scale", "plan"), every_plan(), ids=lambda value: getattr(value, "name", None))

@@ -6,25 +6,25 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tarfile
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from forking import Child
 from PIL import Image
 from tiny_studies import make_study_data, shrunk
 
 from odcluster import api, cli
 from odcluster.errors import DataError, Interrupted, UserError
-from odcluster.reproduce import reproduce
+from odcluster.evaluation import tasks
+from odcluster.reproduce import StudyLock, Worker, reproduce
 from odcluster.studies.catalogue import STUDIES
 from odcluster.studies.places import find_places
 from odcluster.training.devices import StopFlag
+from odcluster.training.trainer import Trainer
 from odcluster.verbs import Reproduction
-
-TESTS = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +42,7 @@ def shared_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_studies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, study in STUDIES.items():
         monkeypatch.setitem(STUDIES, name, shrunk(study))
+    monkeypatch.setattr(tasks, "NUM_DRAWS", 1)  # of a few images per class; five are in tests/test_evaluate.py
 
 
 def run(name: str, data: Path, out: Path, **options: object) -> dict:
@@ -114,42 +115,40 @@ def test_another_seed_adds_only_its_own_parts(study_data, tmp_path):
     assert {len(values) for row in both["findings"]["scores"].values() for values in row.values()} == {2}
 
 
-KILLED = """
-import os, signal, sys
-from tiny_studies import shrink_all
-from odcluster.evaluation import tasks
-from odcluster.reproduce import Worker, reproduce
-from odcluster.training import trainer
-data, out, where = sys.argv[1:4]
-shrink_all()
-kind, _, name = where.partition(" ")
-inside = [""]
-def wrapped(original):
-    def work(self, part, path):
-        inside[0] = part.name
-        original(self, part, path)
-        if kind == "end" and part.name == name:
-            os.kill(os.getpid(), signal.SIGKILL)
-    return work
-Worker.train, Worker.judge = wrapped(Worker.train), wrapped(Worker.judge)
-step = trainer.Trainer._train_step
-def killing(self, raw, epoch):
-    if kind == "step" and inside[0] == name and self.step == 9:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind in ("log",):
-        open(out + "/steps.txt", "a").write(f"{inside[0]} {self.step}\\n")
-    step(self, raw, epoch)
-trainer.Trainer._train_step = killing
-reproduce("reweighting", data=data, out=out, workers=0, quiet=True, seeds=(0,))
-"""
-
-
 def in_a_process(data: Path, out: Path, where: str) -> int:
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILLED, str(data), str(out), where]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    return done.returncode
+    """`where` says what happens: "end PART", killed behind a part; "step PART", killed in its tenth step; "log", steps
+    are written down.
+    """
+    kind, _, name = where.partition(" ")
+    inside = [""]
+
+    def wrapped(original):
+        def work(self, part, path):
+            inside[0] = part.name
+            original(self, part, path)
+            if kind == "end" and part.name == name:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return work
+
+    step = Trainer._train_step
+
+    def killing(self, raw, epoch):
+        if kind == "step" and inside[0] == name and self.step == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "log":
+            with (out / "steps.txt").open("a") as file:
+                file.write(f"{inside[0]} {self.step}\n")
+        step(self, raw, epoch)
+
+    def work() -> None:
+        Worker.train, Worker.judge = wrapped(Worker.train), wrapped(Worker.judge)
+        Trainer._train_step = killing
+        run("reweighting", data, out)
+
+    child = Child(work, out.parent / "said.txt")
+    assert child.wait() in (0, -signal.SIGKILL), child.said()
+    return child.code
 
 
 def test_killed_in_and_between_parts_it_goes_on_and_ends_the_same(study_data, tmp_path):
@@ -224,18 +223,18 @@ def test_mistakes_get_one_sentence(code, words, says, capsys, study_data, tmp_pa
 
 
 def test_two_processes_do_not_work_in_one_folder(study_data, tmp_path):
-    held = subprocess.Popen(
-        [sys.executable, "-c", "import sys; from pathlib import Path; from odcluster.reproduce import StudyLock\n"
-         "lock = StudyLock(Path(sys.argv[1])).__enter__(); print('held', flush=True); sys.stdin.read()", str(tmp_path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    def hold() -> None:
+        with StudyLock(tmp_path):
+            print("held", flush=True)
+            time.sleep(60)
+
+    held = Child(hold, tmp_path / "said.txt")
     try:
-        assert held.stdout is not None
-        assert held.stdout.readline() == "held\n"
+        held.wait_until(lambda: "held" in held.said())
         with pytest.raises(DataError, match="in use by another process"):
             run("clusters", study_data, tmp_path)
     finally:
-        held.communicate("")
+        held.end()
 
 
 def test_list_and_dry_run_teach_without_any_data(capsys):
