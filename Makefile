@@ -9,7 +9,7 @@ BROWSER ?= $(firstword $(shell command -v chromium chromium-browser google-chrom
 help:
 	@echo "make setup   .venv with the command odcluster in it (a few minutes, once)"
 	@echo "make demo    train on handwritten digits, about a minute; writes runs/demo with a picture of the clusters"
-	@echo "make test    lint, types, import layers and tests, about ten minutes"
+	@echo "make test    lint, types, import layers and tests, under ten minutes"
 	@echo "make test-faults  kills, full disks, signals, damage: all of tests/faults, under half an hour"
 	@echo "make test-browser  the explorer in a real Chromium; installs Debian's if there is none and it may"
 	@echo "make check   lint, types and import layers only"
@@ -35,7 +35,7 @@ check: setup
 	$(BIN)/lint-imports
 
 test: check
-	@echo "Tests: about ten minutes on two cores."
+	@echo "Tests: under ten minutes on two cores."
 	$(BIN)/pytest -n 2
 
 # The soak test takes two hours and is started by hand: .venv/bin/python tests/faults/soak.py
