@@ -34,8 +34,9 @@ def odc_small() -> Config:
     Where it leaves the paper, and why: features are compared with the centroids memory itself (no classifier to retrain
     whenever labels move); no dropout and no final ReLU; two milder views; batch-norm statistics are settled before the
     first clusters; images of a batch are also told apart by their two views, because labels alone say little while
-    images have been seen few times; Muon, because steps are few. Features are learned with one cluster per 50 images (per
-    10 below 20,000); the last fifth of the epochs makes the clusters that people get, with rows that average their visits.
+    images have been seen few times; Muon, because steps are few. Features are learned with one cluster per 50 images,
+    or per 10 of fewer than 20,000; the last fifth of the epochs makes the clusters that people get, with rows that
+    average their visits.
     """
     return Config(
         recipe="odc_small",
