@@ -411,13 +411,14 @@ def options_of(cls: Any, values: Any, skip: set[str] | None = None) -> dict[str,
 
 
 def doc(name: str, cls: Any = Config) -> str:
-    """The docstring that stands below a field in config.py."""
+    """The docstring that stands below a field in config.py or verbs.py."""
     return field_docs()[cls.__name__][name]
 
 
+@cache
 def field_docs() -> dict[str, dict[str, str]]:
     docs: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(config)).body:
+    for node in [node for module in (config, verbs) for node in ast.parse(inspect.getsource(module)).body]:
         if isinstance(node, ast.ClassDef):
             docs[node.name] = {
                 field.target.id: " ".join(str(following.value.value).split())

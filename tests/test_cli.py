@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_runs import TINY, make_images
 
-from odcluster import cli
+from odcluster import cli, verbs
 from odcluster.config import GROUPS, Config
 from odcluster.errors import DataError
 
@@ -178,9 +178,17 @@ def test_help_shows_the_main_options_first_and_all_on_demand(capsys):
 
 def test_every_option_has_an_explanation():
     docs = cli.field_docs()
-    for cls in (Config, *GROUPS.values()):
+    of_verbs = (verbs.Evaluation, verbs.Assigning, verbs.Embedding, verbs.Exporting, verbs.Reproduction)
+    for cls in (Config, *GROUPS.values(), *of_verbs):
         for name in (n for n in cls.__dataclass_fields__ if n not in GROUPS):
             assert docs[cls.__name__][name].strip(), name
+
+
+@pytest.mark.parametrize("verb", ["train", "resume", "evaluate", "assign", "embed", "export", "explore", "report"])
+def test_every_verb_has_help(capsys, verb):
+    code, printed, _ = run(capsys, verb, "--help")
+    assert code == 0
+    assert f"odcluster {verb}" in printed
 
 
 def test_help_does_not_import_torch():
