@@ -14,6 +14,7 @@ import shlex
 import sys
 import typing
 from collections.abc import Callable
+from functools import cache
 from typing import Annotated, Any, NoReturn
 
 from odcluster import __version__, config, verbs
