@@ -54,7 +54,6 @@ def benchmarks(given: argparse.Namespace) -> list[Benchmark]:
         Benchmark("views"),
         Benchmark("kmeans", packages=("faiss",)),
         Benchmark("step"),
-        Benchmark("convolution"),
         Benchmark("training", images, packages=("lightly",)),
         Benchmark("startup"),
         Benchmark("explore"),

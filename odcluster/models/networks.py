@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
-from odcluster.models.convolution import Convolution
-
 OWN_STAGES = ["conv1", "conv2", "conv3", "conv4", "conv5"]
 
 
@@ -31,7 +29,7 @@ class SmallConv(nn.Module):
         self.layers = nn.ModuleList()
         for width, stride in zip(self.widths, self.strides, strict=True):
             # no bias: the batch norm that follows has one
-            convolution = Convolution(in_channels, width, stride)
+            convolution = nn.Conv2d(in_channels, width, 3, stride=stride, padding=1, bias=False)
             nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
             self.layers.append(nn.Sequential(convolution, nn.BatchNorm2d(width), nn.ReLU(inplace=True)))
             in_channels = width
