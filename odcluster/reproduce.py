@@ -262,7 +262,7 @@ def write_up(study: Study, found: Found, worker: Worker, given: Reproduction, co
     folder.mkdir(exist_ok=True)
     summary = study.summarise(found)
     plan = found.plan
-    minutes = {part.name: round(worker.minutes(part.name), 2) for part in plan.parts()}
+    minutes = {part.name: round(worker.minutes(part.name), 4) for part in plan.parts()}
     used = {images.part or images.of: worker.images(images)[1].manifest for images in all_images(plan)}
     record = {
         "study": study.name,
@@ -271,7 +271,7 @@ def write_up(study: Study, found: Found, worker: Worker, given: Reproduction, co
         "paper": study.paper,
         "command": without_paths(command, given) or f"odcluster.reproduce({study.name!r}, scale={given.scale!r})",
         "seeds": list(found.seeds),
-        "minutes": round(sum(minutes.values()), 3),
+        "minutes": round(sum(minutes.values()), 4),
         "versions": library_versions(),
         "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "processor": platform.machine()},
         "data": {name: {"images": len(m), "fingerprint": m.fingerprint()} for name, m in used.items()},
