@@ -51,6 +51,7 @@ def test_a_killed_rank_is_named_the_other_stops_and_a_resume_ends_with_the_same_
     assert hashes(run) == hashes(reference)
 
 
+@pytest.mark.faults
 def test_a_wish_to_stop_on_one_rank_stops_all_and_saves(reference, image_folder, tmp_path):
     run = tmp_path / "run"
     for child in together(tmp_path, 2, *hurt(image_folder, run, "SIGTERM", 1, 7)):
