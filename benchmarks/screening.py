@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from peers.train import DIM, HIDDEN, _optimiser
+from peers.train import DIM, HIDDEN, make_optimiser
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -168,7 +168,7 @@ def train(trial: Trial, images: np.ndarray, seconds: float, batch: int = 128) ->
     torch.manual_seed(trial.seed)
     optimisers.ITERATIONS = trial.iterations
     network, memories = Network(trial), Memories(len(images), trial.swapped_clusters)
-    optimiser = _optimiser(network, trial.algorithm, trial.lr, trial.weight_decay)
+    optimiser = make_optimiser(network, trial.algorithm, trial.lr, trial.weight_decay)
     whole = odc_small().augmentation
     part = dataclasses.replace(whole, crop_scale=(0.05, 0.35))
     mean, std = (255 * torch.tensor(v).view(1, 3, 1, 1) for v in (network.backbone.mean, network.backbone.std))

@@ -186,7 +186,7 @@ def train(
         network: nn.Module = Supervised(backbone, backbone.num_features, torch.from_numpy(labels))
     else:
         network = PEERS[method](backbone, backbone.num_features)
-    optimiser = _optimiser(network, algorithm, lr, weight_decay)
+    optimiser = make_optimiser(network, algorithm, lr, weight_decay)
     source = open_source(data)
     cache = Cache(source, min(image_size, crop_size), 10**9)
     cache.fill(lambda done: None)
@@ -223,7 +223,7 @@ def train(
     return {"steps": done, "seconds": round(passed, 1), "loss": float(loss.detach()), "views": done * batch_size * 2}
 
 
-def _optimiser(network: nn.Module, algorithm: str, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+def make_optimiser(network: nn.Module, algorithm: str, lr: float, weight_decay: float) -> torch.optim.Optimizer:
     """With Muon, prototypes are left to Adam, as classifiers are."""
     parameters = {name: p for name, p in network.named_parameters() if p.requires_grad}
     if algorithm == "sgd":
