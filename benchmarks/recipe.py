@@ -1,6 +1,7 @@
 """The default recipe against everything else, from scratch (A) and from weights (B); see docs/recipe.md.
 
     python benchmarks/recipe.py speed cifar10/train_webp.npz
+    python benchmarks/recipe.py tune cifar10/train_webp.npz cifar10/test_webp.npz --methods byol simsiam --minutes 2
     python benchmarks/recipe.py scratch cifar10/train_webp.npz cifar10/test_webp.npz --minutes 20 --seeds 0 1
     python benchmarks/recipe.py weights VOC2007 --weights tf_efficientnet_lite0.safetensors --seeds 0 1
 
@@ -10,8 +11,9 @@ B: photos with several classes each; NMI of 20 clusters on the images with one c
 neighbours with a common class, and SVMs by `odcluster evaluate --task svm`.
 `speed` measures every method for half a minute and writes results/recipe/speed.json: leave the machine alone meanwhile.
 The minutes of `scratch` are then a number of steps per method, the same whatever else the machine does, so a run may
-take longer than its minutes. Every run is written to results/recipe/ as soon as it is judged, with its command; a run
-whose file exists is not repeated.
+take longer than its minutes. `tune` trains a peer for a short time with every optimiser of `TUNED`, which is how those
+of `PEERS` were chosen. Every run is written to results/recipe/ as soon as it is judged, with its command; a run whose
+file exists is not repeated.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import platform
 import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,10 +41,12 @@ from odcluster.build import build_loader, build_method
 from odcluster.clustering.agreement import nmi
 from odcluster.clustering.kmeans import kmeans
 from odcluster.data.annotations import annotations_of
-from odcluster.data.sources import open_source
+from odcluster.data.loading import Loader
+from odcluster.data.sources import Source, open_source
 from odcluster.demonstrate import settle_batch_norm
 from odcluster.evaluation.knn import nearest_neighbours
 from odcluster.explore.export import read_clusters_csv
+from odcluster.methods.interface import Method
 from odcluster.models.backbones import Backbone
 from odcluster.models.heads import l2_normalise
 from odcluster.training import checkpoint
@@ -66,7 +72,12 @@ PEERS: dict[str, dict[str, Any]] = {
     "simclr": {"method": "simclr", "lr": 0.05},
     "supervised": {"method": "supervised", "lr": 0.05},
 }
-"""SwAV was tried at 0.001 and 0.003 (docs/recipe.md); the others are starting points."""
+TUNED: dict[str, dict[str, Any]] = {
+    "SGD 0.05": {"algorithm": "sgd", "lr": 0.05, "weight_decay": 5e-4},
+    "AdamW 0.001": {"algorithm": "adamw", "lr": 0.001, "weight_decay": 5e-4},
+    "AdamW 0.003": {"algorithm": "adamw", "lr": 0.003, "weight_decay": 5e-4},
+    "Muon 0.05": {"algorithm": "muon", "lr": 0.05, "weight_decay": 0.01},
+}
 
 
 def record(out: Path, command: str, **result: Any) -> None:
@@ -137,14 +148,7 @@ def scratch(given: argparse.Namespace, command: str) -> None:
                 continue
             began, about = time.monotonic(), {}
             place = api.numbered(str(given.runs / f"{name.split(',')[0]}-{seed}"))
-            reference = dataclasses.replace(api.recipe_of("odc_small"), seed=seed, backbone="smallconv", epochs=1,
-                                            image_size=32, clusters=10, batch_size=128, workers=1)  # fmt: skip
-            quiet = Console(quiet=True)
-            method = build_method(reference, len(sources[0]), CPU, quiet)
-            with (
-                build_loader(reference, sources[0], method, CPU, quiet, StopFlag()) as train,
-                build_loader(reference, sources[1], method, CPU, quiet, StopFlag()) as test,
-            ):
+            with judging(sources, seed) as (method, train, test):
                 if name == "untrained":
                     backbone = cast(Backbone, method.backbone)
                     settle_batch_norm(backbone, train, np.arange(2048), CPU, lambda doing, done, total: None)
@@ -165,6 +169,39 @@ def scratch(given: argparse.Namespace, command: str) -> None:
                 result = verdict(backbone, train, test, labels)
             record(out, command, method=name, seed=seed, budget_minutes=given.minutes, wall_minutes=round(minutes, 1),
                    training=about, result=result)  # fmt: skip
+
+
+def tune(given: argparse.Namespace, command: str) -> None:
+    """Every optimiser for every peer named, for the same steps; judged by the last layer and by neighbours."""
+    from peers.train import train as train_peer
+
+    sources = [open_source(given.train), open_source(given.test)]
+    truth = [torch.from_numpy(np.asarray(s.manifest.labels)) for s in sources]
+    for name in given.methods or PEERS:
+        for optimiser, options in TUNED.items():
+            out = given.results / "tuning" / f"{name}, {optimiser}.json"
+            if out.exists():
+                continue
+            place, steps = api.numbered(str(given.runs / f"tune-{name}")), steps_of(name, given, len(sources[0]))
+            about = train_peer(given.train, truth[0].numpy(), out=place, steps=steps, **{**PEERS[name], **options})
+            with judging(sources, 0) as (_, train, test):
+                labels = [truth[0][: given.probe_images], truth[1]]
+                result = judge(odcluster.load_backbone(place), train, test, labels, LAYERS[-1:])
+            record(out, command, method=name, optimiser=optimiser, seed=0, training=about, result=result)
+
+
+@contextmanager
+def judging(sources: list[Source], seed: int) -> Iterator[tuple[Method, Loader, Loader]]:
+    """An untrained network of the seed, and loaders of the images to learn from and of those to test on."""
+    reference = dataclasses.replace(api.recipe_of("odc_small"), seed=seed, backbone="smallconv", epochs=1,
+                                    image_size=32, clusters=10, batch_size=128, workers=1)  # fmt: skip
+    quiet = Console(quiet=True)
+    method = build_method(reference, len(sources[0]), CPU, quiet)
+    with (
+        build_loader(reference, sources[0], method, CPU, quiet, StopFlag()) as train,
+        build_loader(reference, sources[1], method, CPU, quiet, StopFlag()) as test,
+    ):
+        yield method, train, test
 
 
 def described(run: Path, truth: np.ndarray) -> dict[str, Any]:
@@ -222,16 +259,17 @@ def command_line(script: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="part", required=True)
-    a, b, c = verbs.add_parser("scratch"), verbs.add_parser("weights"), verbs.add_parser("speed")
-    for part in (a, c):
+    a, b, c, d = (verbs.add_parser(name) for name in ("scratch", "weights", "speed", "tune"))
+    for part in (a, c, d):
         part.add_argument("train")
         part.add_argument("--methods", nargs="+", help=f"of {', '.join([*OURS, *PEERS])}; not given: all")
         part.add_argument("--speed", type=Path, default=Path("results/recipe/speed.json"))
     c.add_argument("--steps", type=int, default=400, help="more than an epoch, so that every phase is seen")
     c.add_argument("--runs", type=Path, default=Path("runs/recipe"))
-    a.add_argument("test")
-    a.add_argument("--minutes", type=float, default=20.0)
-    a.add_argument("--probe-images", type=int, default=10_000, help="labelled images a probe is trained on")
+    for part, minutes in ((a, 20.0), (d, 2.0)):
+        part.add_argument("test")
+        part.add_argument("--minutes", type=float, default=minutes)
+        part.add_argument("--probe-images", type=int, default=10_000, help="labelled images a probe is trained on")
     b.add_argument("data")
     b.add_argument("--weights", required=True)
     b.add_argument("--backbone", default="tf_efficientnet_lite0")
@@ -239,10 +277,12 @@ def main() -> None:
     b.add_argument("--cached-views", type=int)
     for part in (a, b):
         part.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    for part in (a, b, d):
         part.add_argument("--runs", type=Path, default=Path("runs/recipe"))
         part.add_argument("--results", type=Path, default=Path("results/recipe"))
     given = parser.parse_args()
-    {"scratch": scratch, "weights": weights, "speed": speed}[given.part](given, command_line("recipe.py"))
+    parts = {"scratch": scratch, "weights": weights, "speed": speed, "tune": tune}
+    parts[given.part](given, command_line("recipe.py"))
 
 
 if __name__ == "__main__":

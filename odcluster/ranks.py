@@ -12,6 +12,7 @@ wait for a disk wait in `meet`, as long as the others live; all other waits end 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -38,6 +39,8 @@ TIMEOUT = 120.0
 BEAT_SECONDS = 1.0
 SILENCE = 6.0
 """A rank that has not said for so long that it lives is taken for dead where an exchange with it has failed."""
+
+CPU = torch.device("cpu")
 
 T = TypeVar("T")
 
@@ -296,6 +299,12 @@ class Pulse(threading.Thread):
 
 
 JOINED = itertools.count()
+_LEFT: list[Any] = []
+"""Gloo's part of groups that were left. Its threads are joined when the last reference goes. Were that the reference of
+DistributedDataParallel, which keeps Python's lock meanwhile, a thread that needs the lock to let go of its last tensor
+would never end (seen in one of fifteen stops on a busy machine); where it is one of Python's, the lock is free.
+"""
+atexit.register(_LEFT.clear)
 
 
 @contextmanager
@@ -304,6 +313,7 @@ def joined(device: torch.device) -> Iterator[Ranks]:
     if world_size() == 1:
         yield SINGLE
         return
+    _LEFT.clear()
     limit = os.environ.get("ODCLUSTER_TIMEOUT")
     start, run = (float(limit),) * 2 if limit else (START_TIMEOUT, TIMEOUT)
     on_gpus = device.type == "cuda"
@@ -337,5 +347,6 @@ def joined(device: torch.device) -> Iterator[Ranks]:
         raise
     finally:
         pulse.leave(reason)
+        _LEFT.append(dist.distributed_c10d._get_default_group()._get_backend(CPU))
         if not lost:  # else it might wait for those that are gone
             dist.destroy_process_group()

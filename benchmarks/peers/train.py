@@ -214,7 +214,8 @@ def train(
             network.after_step(progress)
             done += 1
             if done % 200 == 0:
-                print(f"{method}: step {done} of {total}, loss {float(loss):.3f}, {time.monotonic() - began:.0f} s")
+                passed, shown = time.monotonic() - began, float(loss.detach())
+                print(f"{method}: step {done} of {total}, loss {shown:.3f}, {passed:.0f} s", flush=True)
             if done == total:
                 break
     passed = time.monotonic() - began
