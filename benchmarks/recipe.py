@@ -64,19 +64,21 @@ OURS: dict[str, dict[str, Any]] = {
     "odc, the paper's recipe": {"recipe": "odc_resnet50_imagenet", "backbone": "smallconv", "clusters": 100,
                                 "batch_size": 128, "epochs": None, "image_size": 32, "crop_size": 24},
 }  # fmt: skip
+MUON: dict[str, Any] = {"algorithm": "muon", "lr": 0.05, "weight_decay": 0.01}
+"""As odc has it."""
 PEERS: dict[str, dict[str, Any]] = {
     "swav": {"method": "swav", "lr": 0.001, "algorithm": "adamw"},
-    "swav, the optimiser of odc": {"method": "swav", "lr": 0.05, "algorithm": "muon", "weight_decay": 0.01},
-    "simsiam": {"method": "simsiam", "lr": 0.05},
-    "byol": {"method": "byol", "lr": 0.001, "algorithm": "adamw"},
-    "simclr": {"method": "simclr", "lr": 0.05},
-    "supervised": {"method": "supervised", "lr": 0.05},
+    "swav, the optimiser of odc": {"method": "swav", **MUON},
+    "simsiam": {"method": "simsiam", **MUON},
+    "byol": {"method": "byol", **MUON},
+    "simclr": {"method": "simclr", **MUON},
+    "supervised": {"method": "supervised", **MUON},
 }
 TUNED: dict[str, dict[str, Any]] = {
     "SGD 0.05": {"algorithm": "sgd", "lr": 0.05, "weight_decay": 5e-4},
     "AdamW 0.001": {"algorithm": "adamw", "lr": 0.001, "weight_decay": 5e-4},
     "AdamW 0.003": {"algorithm": "adamw", "lr": 0.003, "weight_decay": 5e-4},
-    "Muon 0.05": {"algorithm": "muon", "lr": 0.05, "weight_decay": 0.01},
+    "Muon 0.05": MUON,
 }
 
 
@@ -117,8 +119,10 @@ def speed(given: argparse.Namespace, command: str) -> None:
             labels = np.asarray(open_source(given.train).manifest.labels)
             about = train_peer(given.train, labels, out=place, steps=given.steps, **PEERS[name])
             training, batch, beside = about["seconds"], 128, 0.0
-        measured[name] = {"seconds per step": training / given.steps, "seconds beside": beside, "steps": given.steps,
-                          "batch": batch}  # fmt: skip
+        fastest = training / given.steps
+        if given.again and name in measured:  # what disturbs a measurement makes it slower
+            fastest = min(fastest, measured[name]["seconds per step"])
+        measured[name] = {"seconds per step": fastest, "seconds beside": beside, "steps": given.steps, "batch": batch}
         print(name, measured[name], flush=True)
         given.speed.parent.mkdir(parents=True, exist_ok=True)
         given.speed.write_text(json.dumps({**measured, "machine": machine()}, indent=1) + "\n")
@@ -265,6 +269,7 @@ def main() -> None:
         part.add_argument("--methods", nargs="+", help=f"of {', '.join([*OURS, *PEERS])}; not given: all")
         part.add_argument("--speed", type=Path, default=Path("results/recipe/speed.json"))
     c.add_argument("--steps", type=int, default=400, help="more than an epoch, so that every phase is seen")
+    c.add_argument("--again", action="store_true", help="keep the faster of this measurement and the last")
     c.add_argument("--runs", type=Path, default=Path("runs/recipe"))
     for part, minutes in ((a, 20.0), (d, 2.0)):
         part.add_argument("test")
