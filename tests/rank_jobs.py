@@ -128,7 +128,7 @@ def count_bytes(ranks: Ranks) -> None:
                 before = ranks.sent
                 recorded = int(centroids.recorded.sum())
                 centroids.refresh()
-                assert 0 < ranks.sent - before <= 2 * recorded * dim * 8 <= 2 * num_clusters * dim * 8
+                assert 0 < ranks.sent - before <= 2 * recorded * dim * 4 <= 2 * num_clusters * dim * 4
 
 
 def identical_rows_are_split(ranks: Ranks) -> None:

@@ -208,8 +208,8 @@ class CentroidsMemory(nn.Module):
     @torch.no_grad()
     def refresh_clusters(self, clusters: Tensor) -> None:
         """The given (non-empty) clusters' centroids become their members' means, and are recorded no more."""
-        means = self.ranks.sum(self.sums[clusters]) / self.counts[clusters, None]
-        self.centroids[clusters] = means.to(self.centroids.dtype)
+        shares = self.sums[clusters].div_(self.counts[clusters, None])  # each rank's part of the mean
+        self.centroids[clusters] = self.ranks.sum(shares.to(self.centroids.dtype))
         self.recorded[clusters] = False
 
     @torch.no_grad()
