@@ -100,7 +100,7 @@ class Shared:
 def decode_all(num_seeds: int, num_flips: int, shared: Shared) -> list[str]:
     """The work of a child: from the case behind the last one on; returns what took too long."""
     slow = []
-    first = shared["case"]
+    first, before = shared["case"], largest_memory()
     for seed in range(first // num_flips, num_seeds):
         whole = seed_image(seed)
         for number in range(first % num_flips if seed == first // num_flips else 0, num_flips):
@@ -119,8 +119,13 @@ def decode_all(num_seeds: int, num_flips: int, shared: Shared) -> list[str]:
                 shared["refused"] += 1
             if (seconds := time.process_time() - began) > SECONDS:
                 slow.append(f"{seconds:.1f} s: seed {seed}, number {number}")
-        shared["most MB"] = max(shared["most MB"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+        shared["most MB"] = max(shared["most MB"], largest_memory() - before)
     return slow
+
+
+def largest_memory() -> int:
+    """MB that this process has had at most; of a forked one, what it was born with is in it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
 def fuzz(num_seeds: int, num_flips: int) -> Counter[str]:
