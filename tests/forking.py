@@ -22,6 +22,7 @@ import odcluster.api  # everything a child needs is imported once, here
 import odcluster.gallery_report
 import odcluster.judge  # noqa: F401
 from odcluster.errors import UserError
+from odcluster.models.compat import timm  # noqa: F401
 
 torch.set_num_threads(1)  # sums depend on the number of threads, and a forked child must not inherit a pool of them
 

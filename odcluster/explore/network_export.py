@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from odcluster.errors import DataError, UserError
 from odcluster.explore.export import replacing
 from odcluster.explore.folders import new_folder
+from odcluster.models import compat
 from odcluster.models.backbones import OWN_NETWORKS, Backbone, timm_arguments
-from odcluster.models.compat import timm
 from odcluster.models.sobel import represent
 from odcluster.models.weights import describe_weights, export_backbone, load_backbone
 
@@ -53,13 +53,15 @@ def export_timm(run: Path, out: Path, *, replace: bool = False) -> list[str]:
         (folder / "README.md").write_text(timm_card(backbone), encoding="utf-8")
         difference = largest_difference(backbone, timm_network(backbone, folder / "model.safetensors"))
         if difference > 0:
-            raise DataError(f"timm {timm.__version__} loads other weights than were written; this is a bug, report it")
+            raise DataError(
+                f"timm {compat.timm.__version__} loads other weights than were written; this is a bug, report it"
+            )
     return [f"{backbone.name} for timm: {out}", f"README.md there has the lines that load it: {out / 'README.md'}"]
 
 
 def timm_network(backbone: Backbone, weights: Path) -> nn.Module:
     """What the snippet of the README makes."""
-    network: Any = timm.create_model(
+    network: Any = compat.timm.create_model(
         pretrained=False, **timm_arguments(backbone.name, backbone.image_size, backbone.in_channels)
     )
     if backbone.stem == "small":

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from odcluster.errors import UserError
-from odcluster.models.compat import timm
+from odcluster.models import compat
 from odcluster.models.networks import OWN_STAGES, AlexNet, SmallConv
 
 Stem = Literal["standard", "small"]
@@ -77,7 +77,7 @@ class Backbone(nn.Module):
         self.num_features, num_stages = self._try_one_image()
         if isinstance(network, SmallConv | AlexNet):
             self.stage_names = list(OWN_STAGES)
-        elif isinstance(network, timm.models.ResNet):
+        elif is_resnet(network):
             self.stage_names = ["conv1", "res2", "res3", "res4", "res5"]
         else:
             self.stage_names = [f"stage{i + 1}" for i in range(num_stages)]
@@ -149,12 +149,11 @@ def create_backbone(
     build = _builder(name, image_size, in_channels)
     try:
         network, mean, std = build()
-        is_resnet = isinstance(network, timm.models.ResNet)
-        if stem == "small" and not is_resnet:
+        if stem == "small" and not is_resnet(network):
             raise UserError(
                 f"Only ResNets have a small-image stem, which these weights have; {name} cannot start from them."
             )
-        small = is_resnet and (stem == "small" or (stem == "auto" and image_size <= SMALL_IMAGE))
+        small = is_resnet(network) and (stem == "small" or (stem == "auto" and image_size <= SMALL_IMAGE))
         if small:
             _shrink_stem(network, in_channels)
         return Backbone(
@@ -176,6 +175,11 @@ def create_backbone(
         ) from error
 
 
+def is_resnet(network: nn.Module) -> bool:
+    """Whether it is one of timm's; to ask this of our own networks does not import timm."""
+    return not isinstance(network, SmallConv | AlexNet) and isinstance(network, compat.timm.models.ResNet)
+
+
 def _builder(
     name: str, image_size: int, in_channels: int
 ) -> Callable[[], tuple[nn.Module, tuple[float, ...], tuple[float, ...]]]:
@@ -183,14 +187,14 @@ def _builder(
     if name in OWN_NETWORKS:
         return lambda: (OWN_NETWORKS[name](in_channels), IMAGENET_MEAN, IMAGENET_STD)
     architecture, _, tag = name.partition(".")
-    if not timm.is_model(architecture):
+    if not compat.timm.is_model(architecture):
         raise UserError(_unknown_name(name))
-    if tag and name not in timm.list_pretrained(f"{architecture}.*"):
-        known = [n.partition(".")[2] for n in timm.list_pretrained(f"{architecture}.*")]
+    if tag and name not in compat.timm.list_pretrained(f"{architecture}.*"):
+        known = [n.partition(".")[2] for n in compat.timm.list_pretrained(f"{architecture}.*")]
         raise UserError(f"timm's {architecture} has no tag {tag}; it has {', '.join(known) or 'none'}.")
     arguments = timm_arguments(name, image_size, in_channels)
     mean, std = timm_normalisation(name)
-    return lambda: (timm.create_model(pretrained=False, **arguments), mean, std)
+    return lambda: (compat.timm.create_model(pretrained=False, **arguments), mean, std)
 
 
 def timm_arguments(name: str, image_size: int, in_channels: int) -> dict[str, Any]:
@@ -198,7 +202,7 @@ def timm_arguments(name: str, image_size: int, in_channels: int) -> dict[str, An
     arguments: dict[str, Any] = {"model_name": name, "num_classes": 0}
     if in_channels != 3:
         arguments["in_chans"] = in_channels
-    settings = timm.get_pretrained_cfg(name)
+    settings = compat.timm.get_pretrained_cfg(name)
     if settings is not None and settings.fixed_input_size and settings.input_size[-1] != image_size:
         arguments["img_size"] = image_size  # transformers: their position tables depend on it
     return arguments
@@ -206,7 +210,7 @@ def timm_arguments(name: str, image_size: int, in_channels: int) -> dict[str, An
 
 def timm_normalisation(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the mean and std with which timm's weights of this name were made."""
-    settings = timm.get_pretrained_cfg(name)
+    settings = compat.timm.get_pretrained_cfg(name)
     if settings is None:
         return IMAGENET_MEAN, IMAGENET_STD
     return tuple(settings.mean), tuple(settings.std)
@@ -215,7 +219,7 @@ def timm_normalisation(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]
 def _unknown_name(name: str) -> str:
     if name in TORCHVISION_NAMES:
         return f"{name} is torchvision's name; timm calls this backbone {TORCHVISION_NAMES[name]}: use that."
-    known = [*OWN_NETWORKS, *timm.list_models()]
+    known = [*OWN_NETWORKS, *compat.timm.list_models()]
     nearest = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.0)
     return f"There is no backbone named {name}; the nearest names are {', '.join(nearest)}."
 
@@ -329,7 +333,7 @@ def check_takes(backbone: Backbone, image_size: int) -> None:
 
 def fixed_size_step(name: str) -> int | None:
     """The patch size of a transformer, which is built for one image size; None for networks that take any."""
-    settings = None if name in OWN_NETWORKS else timm.get_pretrained_cfg(name)
+    settings = None if name in OWN_NETWORKS else compat.timm.get_pretrained_cfg(name)
     if settings is None or not settings.fixed_input_size:
         return None
     patch = re.search(r"patch(\d+)", name)
@@ -338,7 +342,7 @@ def fixed_size_step(name: str) -> int | None:
 
 def usual_image_size(name: str) -> int:
     """The side at which timm's weights of that name were trained; 0 where it does not say."""
-    settings = None if name in OWN_NETWORKS else timm.get_pretrained_cfg(name)
+    settings = None if name in OWN_NETWORKS else compat.timm.get_pretrained_cfg(name)
     return 0 if settings is None else int(settings.input_size[-1])
 
 

@@ -1,4 +1,5 @@
-"""timm and torchvision, importable whatever build of torch is installed. Import both of them from here.
+"""timm and torchvision, importable whatever build of torch is installed, and imported when first used, as
+`compat.timm` and `compat.torchvision`: that takes longer than all else at the start, and our own networks need neither.
 
 Why: the CPU build of torch cannot load the compiled operators of the torchvision that PyPI serves (they link
 against CUDA libraries). torchvision carries on without them, until it describes the output of `nms` and
@@ -13,6 +14,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from typing import Any
 
 import torch
 
@@ -45,9 +47,15 @@ def _compiled_library_loads() -> bool:
     return True
 
 
+def __getattr__(name: str) -> Any:
+    """`compat.timm` and `compat.torchvision`."""
+    if name not in ("timm", "torchvision"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import timm
+    import torchvision
+
+    globals().update(timm=timm, torchvision=torchvision)
+    return globals()[name]
+
+
 declare_missing_operators()
-
-import timm  # noqa: E402
-import torchvision  # noqa: E402
-
-__all__ = ["declare_missing_operators", "timm", "torchvision"]

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from odcluster.errors import DataError
+from odcluster.models import compat
 from odcluster.models.backbones import Backbone
 from odcluster.models.checkpoints import printable
-from odcluster.models.compat import timm
 
 # Components that wrappers (DataParallel, torch.compile, FSDP) put into names.
 WRAPPERS = re.compile(r"(?<![^.])(?:module|_orig_mod|_fsdp_wrapped_module)\.")
@@ -294,7 +294,7 @@ def _adapt_positions(backbone: Backbone, values: dict[str, Tensor], wanted: dict
     network: Any = backbone.network
     grid = list(network.patch_embed.grid_size)
     if [side, side] != grid:
-        table = timm.layers.resample_abs_pos_embed(table, grid, num_prefix_tokens=own)
+        table = compat.timm.layers.resample_abs_pos_embed(table, grid, num_prefix_tokens=own)
         notes.append(f"pos_embed: resampled from {side}x{side} to {grid[0]}x{grid[1]} positions (bicubic)")
     values["pos_embed"] = table
     return notes

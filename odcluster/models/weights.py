@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from odcluster.errors import DataError, UserError
+from odcluster.models import compat
 from odcluster.models.backbones import (
     IMAGENET_MEAN,
     OWN_NETWORKS,
@@ -29,7 +30,6 @@ from odcluster.models.backbones import (
     timm_normalisation,
 )
 from odcluster.models.checkpoints import locate_weights, printable, read_tensors
-from odcluster.models.compat import timm
 from odcluster.models.matching import MatchReport, match_tensors
 
 __all__ = [
@@ -111,14 +111,14 @@ def guess_architecture(tensors: dict[str, Tensor]) -> str | None:
         is_patch = re.search(r"\b(?:patch_embed\.proj|patch_embed\.projection|conv_proj)\.weight$", key)
         if is_patch and tensor.ndim == 4 and tensor.shape[0] in widths:
             name = f"vit_{widths[tensor.shape[0]]}_patch{tensor.shape[-1]}"
-            return next((n for n in (f"{name}_224", f"{name}_dinov2") if timm.is_model(n)), None)
+            return next((n for n in (f"{name}_224", f"{name}_dinov2") if compat.timm.is_model(n)), None)
     return None
 
 
 def fetch_timm_weights(name: str, tag: str | None) -> Checkpoint:
     """Download timm's weights of a backbone, those of its name's own tag or of its first if none is given."""
     architecture, _, own_tag = name.partition(".")
-    known = [] if name in OWN_NETWORKS else timm.list_pretrained(f"{architecture}.*")
+    known = [] if name in OWN_NETWORKS else compat.timm.list_pretrained(f"{architecture}.*")
     tags = [n.partition(".")[2] for n in known]
     tag = tag or own_tag
     if not known:
@@ -127,7 +127,7 @@ def fetch_timm_weights(name: str, tag: str | None) -> Checkpoint:
         raise UserError(f"timm has no weights {tag} for {architecture}; it has {', '.join(tags)}.")
     full_name = f"{architecture}.{tag}" if tag else architecture
     try:
-        network = timm.create_model(full_name, pretrained=True, num_classes=0)
+        network = compat.timm.create_model(full_name, pretrained=True, num_classes=0)
     except Exception as error:  # no connection, no such file, no space, a gate: all end here
         reason = printable((str(error) or type(error).__name__).splitlines()[0][:200])
         raise DataError(

@@ -245,6 +245,18 @@ print(timm.create_model("test_resnet", num_classes=0)(torch.zeros(2, 3, 32, 32))
     assert in_a_new_process(code) == "2"
 
 
+def test_our_own_networks_do_without_timm() -> None:
+    """Whose import, with torchvision's, takes as long as that of torch."""
+    code = """
+import sys
+import odcluster.api, odcluster.judge, odcluster.deploy, odcluster.gallery_report
+from odcluster.models.backbones import create_backbone
+create_backbone("smallconv", image_size=32), create_backbone("alexnet", image_size=64)
+print([name for name in ("timm", "torchvision", "torch._dynamo") if name in sys.modules])
+"""
+    assert in_a_new_process(code) == "[]"
+
+
 def test_compat_declares_nothing_when_the_library_loads() -> None:
     code = """
 import torch
