@@ -29,7 +29,7 @@ MAX_PIXELS = 100_000_000
 MAX_FILE_BYTES = 500_000_000
 """A larger file is refused before it is read."""
 BLOCK = 1 << 20
-"""Pixels of a large grey image that are converted at a time."""
+"""Pixels of a large image that are converted at a time."""
 MAX_SCANS = 64
 """A progressive JPEG has about 10 scans. Each is a pass over all pixels: thousands of them are an attack."""
 
@@ -327,12 +327,24 @@ def _to_rgb(image: Image.Image) -> np.ndarray:
         return _grey_to_rgb((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         return _grey_to_rgb(_to_8_bit(np.asarray(image)))
+    rows = max(1, BLOCK // image.width)
+    if image.height <= rows:
+        return _strip_to_rgb(image).copy()
+    pixels = np.empty((image.height, image.width, 3), np.uint8)
+    for top in range(0, image.height, rows):  # converted whole, 100 million pixels would take four times their size
+        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+        pixels[top : top + rows] = _strip_to_rgb(strip)
+    return pixels
+
+
+def _strip_to_rgb(image: Image.Image) -> np.ndarray:
+    """Over white where it is transparent; may be read only."""
     if image.has_transparency_data:
         image = image.convert("RGBA")
         canvas = Image.new("RGB", image.size, "white")
         canvas.paste(image, mask=image)
-        return np.array(canvas)
-    return np.array(image.convert("RGB"))
+        return np.asarray(canvas)
+    return np.asarray(image.convert("RGB"))
 
 
 def _to_8_bit(grey: np.ndarray) -> np.ndarray:

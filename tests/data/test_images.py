@@ -179,6 +179,23 @@ def test_large_greys_are_converted_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     assert whole.max() == 255
 
 
+def test_large_images_are_converted_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 40, 4), dtype=np.uint8)
+    opaque = Image.fromarray(pixels[:, :, :3])
+    files = [
+        encode(Image.fromarray(pixels), "PNG"),
+        *(encode(opaque.convert(mode), "TIFF") for mode in ("L", "LA", "1", "CMYK")),
+        *(encode(opaque.quantize(16), kind) for kind in ("GIF", "PNG")),
+        encode(opaque.quantize(16), "PNG", transparency=3),
+        encode(opaque.quantize(4), "PNG", transparency=bytes([0, 80, 160, 255])),
+        encode(opaque, "PNG", transparency=tuple(pixels[0, 0, :3].tolist())),
+    ]
+    whole = [decode(file) for file in files]
+    monkeypatch.setattr(images, "BLOCK", 7 * 40)
+    for file, expected in zip(files, whole, strict=True):
+        np.testing.assert_array_equal(decode(file), expected)
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L", "F"])
 def test_a_tiff_that_claims_more_than_it_has_is_refused(mode: str) -> None:
     """Found by flipping bytes: Pillow made room for a hundred million pixels and left them black."""
