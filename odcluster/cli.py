@@ -164,8 +164,17 @@ def evaluate_verb(given: list[str]) -> None:
     values = parse("evaluate", evaluate_verb, given, {**weights, **options}, flags=True)
     from odcluster.judge import evaluate
 
-    evaluate(values.pop("weights"), command=shlex.join(["odcluster", "evaluate", *given]), **values)
+    command = shlex.join(["odcluster", "evaluate", *map(without_folder, given)])
+    evaluate(values.pop("weights"), command=command, **values)
     return None
+
+
+def without_folder(word: str) -> str:
+    """A word of a command that goes into a record: where things lie on this machine is nobody's business."""
+    option, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
+    if os.path.isabs(value) or (os.sep in value and os.path.exists(value)):
+        return f"{option}{equals}{os.path.basename(os.path.normpath(value))}"
+    return word
 
 
 def compare_verb(given: list[str]) -> None:

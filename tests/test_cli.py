@@ -280,3 +280,11 @@ def test_every_kind_of_data_trains(kind, capsys, image_folder, tmp_path):
     assert ("NMI" in errors) == (kind in ("npz", "class tree"))
     assert run(capsys, "resume", str(out))[0] == 0
     assert Path(out / "clusters.csv").read_text().count("\n") == 98
+
+
+def test_records_do_not_say_where_things_lie(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    assert cli.without_folder(f"{tmp_path}/images/") == "images"
+    assert cli.without_folder(f"--data={tmp_path}/images") == "--data=images"
+    assert cli.without_folder("--split") == "--split"
+    assert cli.without_folder("train/val") == "train/val"

@@ -95,6 +95,7 @@ def test_the_command_prints_a_table_and_leaves_a_record_and_pictures(classes: Pa
     assert [row["layer"] for row in record["scores"]] == ["conv1", "conv2", "conv3", "conv4", "conv5"]
     assert record["scores"][0]["metrics"]["top-1"] == 1.0
     assert record["command"].startswith("odcluster evaluate smallconv")
+    assert str(classes.parent) not in json.dumps(record)
     assert set(record["versions"]) >= {"odcluster", "torch", "scikit-learn"}
     assert (folder / "linear.png").stat().st_size > 10_000
     assert "<svg" in (folder / "linear.svg").read_text()
@@ -260,6 +261,7 @@ def test_a_weights_file_needs_the_name_of_its_network(classes: Path, tmp_path: P
     with pytest.raises(UserError, match="--backbone"):
         evaluate(bare, **options)
     named = evaluate(bare, backbone="smallconv", image_size=16, **options)
+    assert named.weights.pretraining.startswith("weights from bare.safetensors")
     exported = evaluate(tmp_path / "weights", **options)
     assert named.weights.fingerprint == exported.weights.fingerprint
     assert named.scores == exported.scores

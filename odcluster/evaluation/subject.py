@@ -93,8 +93,9 @@ def open_subject(
     backbone = create_backbone(name, image_size=size, in_channels=channels, stem=stem)
     report = load_backbone_weights(backbone, weights)
     given = (described or {}).get("provenance") or {}
-    story = ", ".join(f"{key} {value}" for key, value in given.items()) or f"weights from {report.origin}"
     origin = os.path.basename(os.path.abspath(weights)) if Path(weights).exists() else weights
+    found = report.origin.replace(weights, origin)  # a record is passed on: where the file lies is nobody's business
+    story = ", ".join(f"{key} {value}" for key, value in given.items()) or f"weights from {found}"
     backbone = backbone.to(device).eval()
     return Subject(backbone, origin, story, _place(weights, options), weights_fingerprint(backbone))
 
