@@ -164,13 +164,17 @@ def evaluate_verb(given: list[str]) -> None:
     values = parse("evaluate", evaluate_verb, given, {**weights, **options}, flags=True)
     from odcluster.judge import evaluate
 
-    command = shlex.join(["odcluster", "evaluate", *map(without_folder, given)])
-    evaluate(values.pop("weights"), command=command, **values)
+    evaluate(values.pop("weights"), command=recorded("evaluate", given), **values)
     return None
 
 
+def recorded(verb: str, given: list[str]) -> str:
+    """A command as it goes into a record: where things lie on this machine is nobody's business."""
+    return shlex.join(["odcluster", verb, *map(without_folder, given)])
+
+
 def without_folder(word: str) -> str:
-    """A word of a command that goes into a record: where things lie on this machine is nobody's business."""
+    """A word of a command, a path by its name alone."""
     option, equals, value = word.rpartition("=") if word.startswith("--") else ("", "", word)
     if os.path.isabs(value) or (os.sep in value and os.path.exists(value)):
         return f"{option}{equals}{os.path.basename(os.path.normpath(value))}"
@@ -267,7 +271,7 @@ def reproduce_verb(given: list[str]) -> None:
     values = parse("reproduce", reproduce_verb, given, {**name, **options}, flags=True)
     from odcluster.reproduce import reproduce
 
-    reproduce(values.pop("name"), command=shlex.join(["odcluster", "reproduce", *given]), **values)
+    reproduce(values.pop("name"), command=recorded("reproduce", given), **values)
 
 
 def info_verb(given: list[str]) -> None:

@@ -11,7 +11,6 @@ mixed in.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import hashlib
 import json
@@ -269,7 +268,7 @@ def write_up(study: Study, found: Found, worker: Worker, given: Reproduction, co
         "scale": given.scale,
         "shows": study.shows,
         "paper": study.paper,
-        "command": without_paths(command, given) or f"odcluster.reproduce({study.name!r}, scale={given.scale!r})",
+        "command": command or f"odcluster.reproduce({study.name!r}, scale={given.scale!r})",
         "seeds": list(found.seeds),
         "minutes": round(sum(minutes.values()), 4),
         "versions": library_versions(),
@@ -292,15 +291,6 @@ def write_up(study: Study, found: Found, worker: Worker, given: Reproduction, co
 def all_images(plan: Plan) -> list[Images]:
     used = [part.images for part in plan.parts()]
     return list({images.part or images.of: images for images in used if images is not None}.values())
-
-
-def without_paths(command: str, given: Reproduction) -> str:
-    """The command as others would type it: where folders lie on this machine is nobody's business."""
-    for option in dataclasses.fields(given):
-        value = getattr(given, option.name)
-        if isinstance(value, str) and os.sep in value:
-            command = command.replace(value, option.name.upper().replace("_", "-"))
-    return command
 
 
 def settings(config: Config) -> dict[str, Any]:

@@ -270,7 +270,8 @@ def test_where_folders_lie_is_nobodys_business(study_data, shared_out, monkeypat
     with pytest.raises(SystemExit):
         cli.main([*words, "--workers", "0"])
     text = (shared_out / "stability" / "results.json").read_text()
-    assert json.loads(text)["command"] == "odcluster reproduce stability --data DATA --out OUT --seeds 0 --workers 0"
+    names = f"--data {study_data.name} --out {shared_out.name}"
+    assert json.loads(text)["command"] == f"odcluster reproduce stability {names} --seeds 0 --workers 0"
     assert not re.search(re.escape(str(study_data)), text)
 
 
