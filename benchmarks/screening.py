@@ -2,11 +2,13 @@
 
     python benchmarks/screening.py TRAIN TEST --out results/recipe/screening_muon.json
     python benchmarks/screening.py TRAIN TEST --trials "muon 0.05" "swav, muon" --out trial.json
+    python benchmarks/screening.py TRAIN TEST --start RUN --lr 0.02 --seconds 600 --trials "muon 0.05" --out late.json
 
 Every trial has the same seconds of processor time on one thread, the package's network, views and order of images, and
 is judged on all test images: ridge regression on the last layer's map and 20 nearest neighbours, both with 10,000
 labelled images. Time is the processor's, so that a busy machine changes little. Two trials may run side by side, no
-more. A trial whose result is in the file is not repeated; one point is noise.
+more. A trial whose result is in the file is not repeated; one point is noise. With --start, trials go on from a
+finished run of the default recipe, network and samples memory, at a peak rate of --lr: what an idea is worth late.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ from odcluster.evaluation.knn import knn_accuracy
 from odcluster.evaluation.linear import pool_stage
 from odcluster.models.backbones import Backbone, create_backbone
 from odcluster.recipes import odc_small
-from odcluster.training import optimisers
+from odcluster.training import checkpoint, optimisers
 
 PROBE_IMAGES, MAX_DIMS, SIDE = 10_000, 2048, 32
-MEMORY_MOMENTUM, WARM = 0.5, 0.03
+MEMORY_MOMENTUM, WARM, BATCH = 0.5, 0.03, 128
+FURTHER = 1000
+"""Epochs of a trial that goes on are numbered from here, so that it sees other views than the run did."""
 
 
 @dataclasses.dataclass
@@ -75,6 +79,10 @@ TRIALS: dict[str, Trial] = {
     "muon 0.05, temperature 0.1": Trial(temperature=0.1, **BEST),
     "muon 0.05, neighbours": Trial(neighbours=5, **BEST),
     "muon 0.05, two more crops of 16 px": Trial(small_crops=2, **BEST),
+    "muon 0.05, swapped labels of 500 clusters": Trial(swapped_clusters=500, **BEST),
+    "muon 0.05, temperature 0.4": Trial(temperature=0.4, **BEST),
+    "muon 0.05, decoupled": Trial(decoupled=True, **BEST),
+    "muon 0.05, 32 px": Trial(crop=32, **BEST),
 }
 
 
@@ -125,6 +133,9 @@ class Memories:
             if step % 10 == 0:
                 self.centroids = F.normalize(self.sums, dim=1)
         self.rows[ids], self.seen[ids] = new, True
+        self.first_clusters()
+
+    def first_clusters(self) -> None:
         if self.clusters and self.labels is None and bool(self.seen.all()):
             self.labels = kmeans(self.rows, self.clusters, iterations=10, seed=0)[0].long()
             self.sums = torch.zeros(self.clusters, DIM).index_add_(0, self.labels, self.rows)
@@ -164,10 +175,26 @@ def losses(network: Network, features: Tensor, size: int, ids: Tensor, memories:
     return loss
 
 
-def train(trial: Trial, images: np.ndarray, seconds: float, batch: int = 128) -> tuple[Backbone, int]:
+def go_on(network: Network, memories: Memories, run: Path) -> None:
+    """From the network and the samples memory of a finished run."""
+    found = checkpoint.find(run / "checkpoints", print)
+    assert found is not None
+    state = {name: tensor for part in found.tensors.values() for name, tensor in part.items()}
+    places = {"fc1": "0", "bn": "1", "fc2": "3"}  # of the parts of the default's neck
+    neck = [name.split(".") for name in state if name.startswith("neck.") and name.count(".") == 2]
+    network.neck.load_state_dict({f"{places[layer]}.{kind}": state[f"neck.{layer}.{kind}"] for _, layer, kind in neck})
+    own = network.backbone.state_dict()
+    network.backbone.load_state_dict({name: state[f"backbone.{name}"] for name in own})
+    memories.rows, memories.seen = F.normalize(state["samples.rows"].float(), dim=1), torch.ones(len(memories.seen)) > 0
+    memories.first_clusters()
+
+
+def train(trial: Trial, images: np.ndarray, seconds: float, start: Path | None = None) -> tuple[Backbone, int]:
     torch.manual_seed(trial.seed)
     optimisers.ITERATIONS = trial.iterations
     network, memories = Network(trial), Memories(len(images), trial.swapped_clusters)
+    if start is not None:
+        go_on(network, memories, start)
     optimiser = make_optimiser(network, trial.algorithm, trial.lr, trial.weight_decay)
     whole = odc_small().augmentation
     part = dataclasses.replace(whole, crop_scale=(0.05, 0.35))
@@ -179,12 +206,13 @@ def train(trial: Trial, images: np.ndarray, seconds: float, batch: int = 128) ->
         pixels = torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2)
         return ((pixels - mean) / std).contiguous(memory_format=torch.channels_last)
 
-    began, step, per_epoch = time.process_time(), 0, len(images) // batch
+    began, step, per_epoch = time.process_time(), 0, len(images) // BATCH
     while (progress := (time.process_time() - began) / seconds) < 1:
         epoch, position = divmod(step, per_epoch)
+        epoch += FURTHER if start is not None else 0
         if position == 0:
             order = epoch_order(trial.seed, epoch, len(images))
-        chosen = batch_ids(order, position, batch)
+        chosen = batch_ids(order, position, BATCH)
         ids, size = torch.from_numpy(chosen), 24 if progress > 1 - trial.late else trial.crop
         groups = [torch.cat([seen(chosen, epoch, view, size, whole) for view in range(2)])]
         if trial.small_crops:
@@ -231,6 +259,8 @@ def main() -> None:
     parser.add_argument("test")
     parser.add_argument("--trials", nargs="+", choices=list(TRIALS), default=list(TRIALS))
     parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--start", type=Path, help="a finished run of the default recipe to go on from")
+    parser.add_argument("--lr", type=float, help="peak of the learning rate, instead of the trial's")
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -241,9 +271,10 @@ def main() -> None:
     for name in given.trials:
         if name in results:
             continue
-        backbone, steps = train(TRIALS[name], images[0], given.seconds)
+        trial = dataclasses.replace(TRIALS[name], lr=given.lr or TRIALS[name].lr)
+        backbone, steps = train(trial, images[0], given.seconds, given.start)
         verdict = judge(backbone, [images[0][:PROBE_IMAGES], images[1]], [labels[0][:PROBE_IMAGES], labels[1]])
-        results[name] = {"seconds": given.seconds, "steps": steps, **dataclasses.asdict(TRIALS[name]), **verdict}
+        results[name] = {"seconds": given.seconds, "steps": steps, **dataclasses.asdict(trial), **verdict}
         print(name, results[name], flush=True)
         given.out.write_text(json.dumps(results, indent=1) + "\n")
 
