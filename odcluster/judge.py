@@ -28,7 +28,7 @@ from odcluster.evaluation.plots import draw_comparison, draw_result
 from odcluster.evaluation.results import Data, Result, Weights, library_versions, read_results, write_result
 from odcluster.evaluation.subject import Subject, open_subject
 from odcluster.evaluation.tables import comparison_tables, result_table
-from odcluster.evaluation.tasks import Outcome, Workshop
+from odcluster.evaluation.workshop import Helped, Outcome, Progress, Workshop
 from odcluster.explore.export import read_clusters_csv
 from odcluster.explore.folders import check_outside
 from odcluster.ranks import Ranks, joined
@@ -73,7 +73,7 @@ def evaluate(
                 subject, data, outcome = judge_clusters(os.fspath(weights), given, device, progress)
             else:
                 subject, data, outcome = judge_features(os.fspath(weights), given, device, progress, console, ranks)
-        except tasks.Helped:
+        except Helped:
             return None
         except Interrupted as stopped:
             raise Interrupted("stopped as asked: the same command goes on from here") from stopped
@@ -138,7 +138,7 @@ def check_options(options: Evaluation) -> None:
 
 
 def judge_features(
-    weights: str, options: Evaluation, device: torch.device, progress: tasks.Progress, console: Console, ranks: Ranks
+    weights: str, options: Evaluation, device: torch.device, progress: Progress, console: Console, ranks: Ranks
 ) -> tuple[Subject, Data, Outcome]:
     parts = open_parts(options)
     for sentence in [*parts.notes, *parts.deviations]:
@@ -171,7 +171,7 @@ def base_name(path: str) -> str:
 
 
 def judge_clusters(
-    weights: str, options: Evaluation, device: torch.device, progress: tasks.Progress
+    weights: str, options: Evaluation, device: torch.device, progress: Progress
 ) -> tuple[Subject, Data, Outcome]:
     """A run's labels against the classes that came with its images, or that --data knows, matched by name."""
     if options.untrained or options.test or options.split:

@@ -21,7 +21,7 @@ from tiny_runs import TINY
 import odcluster
 from odcluster import api
 from odcluster.errors import DataError, Interrupted, UserError
-from odcluster.evaluation import svm, tasks
+from odcluster.evaluation import svm, svm_tasks, workshop
 from odcluster.evaluation.results import Result
 from odcluster.judge import compare, evaluate
 from odcluster.models.backbones import create_backbone
@@ -317,16 +317,16 @@ def test_work_and_features_of_another_image_size_are_never_taken_up(
     export_backbone(create_backbone("smallconv", image_size=16), tmp_path / "w", provenance={})
     options = {"task": "svm", "data": str(voc), "split": "train/val", "workers": 0, "quiet": True}
     fresh = evaluate(tmp_path / "w", out=str(tmp_path / "fresh"), image_size=24, **options)
-    real = tasks.svm_map
+    real = svm_tasks.svm_map
 
     def stopped(*arguments: object, **named: object) -> object:
         real(*arguments, **named)  # type: ignore[arg-type]
         raise Interrupted("stop")
 
-    monkeypatch.setattr(tasks, "svm_map", stopped)
+    monkeypatch.setattr(svm_tasks, "svm_map", stopped)
     with pytest.raises(Interrupted):
         evaluate(tmp_path / "w", out=str(tmp_path / "again"), image_size=20, **options)
-    monkeypatch.setattr(tasks, "svm_map", real)
+    monkeypatch.setattr(svm_tasks, "svm_map", real)
     assert list((tmp_path / "again").glob(".unfinished-*/conv1/class_*.json"))
     again = evaluate(tmp_path / "w", out=str(tmp_path / "again"), image_size=24, **options)
     assert again.scores == fresh.scores
@@ -438,5 +438,5 @@ def test_large_label_numbers_take_no_memory(classes: Path, tmp_path: Path) -> No
 
 def test_svms_that_cannot_fit_into_memory_are_refused_before_any_work() -> None:
     with pytest.raises(DataError, match="GB of memory"):
-        tasks.check_memory(10**15, "the products", "use fewer images")
-    tasks.check_memory(10**6, "the products", "use fewer images")
+        workshop.check_memory(10**15, "the products", "use fewer images")
+    workshop.check_memory(10**6, "the products", "use fewer images")

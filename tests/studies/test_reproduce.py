@@ -18,7 +18,7 @@ from tiny_studies import make_study_data, shrunk
 
 from odcluster import api, cli
 from odcluster.errors import DataError, Interrupted, UserError
-from odcluster.evaluation import tasks
+from odcluster.evaluation import svm_tasks
 from odcluster.reproduce import StudyLock, Worker, reproduce
 from odcluster.studies.catalogue import STUDIES
 from odcluster.studies.places import find_places
@@ -42,7 +42,7 @@ def shared_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_studies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, study in STUDIES.items():
         monkeypatch.setitem(STUDIES, name, shrunk(study))
-    monkeypatch.setattr(tasks, "NUM_DRAWS", 1)  # of a few images per class; five are in tests/test_evaluate.py
+    monkeypatch.setattr(svm_tasks, "NUM_DRAWS", 1)  # of a few images per class; five are in tests/test_evaluate.py
 
 
 def run(name: str, data: Path, out: Path, **options: object) -> dict:
