@@ -51,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_images(tmp_path_factory.mktemp("data") / "images", 80)
     for number, name in enumerate(NASTY):
         os.rename(os.fsencode(folder / f"image{number:04d}.png"), os.path.join(os.fsencode(folder), name))
-    options = {**TINY, "epochs": 2, "warm_share": 0.0, "fine_share": 0.0, "lr": 0.001}  # low: no cluster becomes empty
+    options = {**TINY, "epochs": 2, "warm_share": 0.0, "fine_share": 0.0, "lr": 0.001}  # low: clusters stay as they are
     run = odcluster.train(folder, out=tmp_path_factory.mktemp("trained") / "<b>run", quiet=True, **options)
     names = open_collection(run).manifest.paths
     os.truncate(os.path.join(folder, names[79]), 30)

@@ -4,9 +4,10 @@
 
 Two trainings of the same configuration run side by side through the command line (in processes that are forked from
 this one, which has imported torch): one is left alone, the other is killed or stopped every 30 to 120 seconds and
-resumed. Checked: the newest checkpoint never goes backwards; both end
-with the same bits and the same metrics; SIGTERM ends with code 75; no process, no temporary file stays behind; memory
-and open files do not grow. Prints the figures and writes them as JSON; exit code 1 if anything was lost.
+resumed. When it is done and the time is not up, the next two begin, with another seed. Checked: the newest checkpoint
+never goes backwards; both end with the same bits and the same metrics; SIGTERM ends with code 75; no process, no
+temporary file stays behind; memory and open files do not grow. Prints the figures and writes them as JSON; exit code 1
+if anything was lost.
 """
 
 from __future__ import annotations
@@ -45,46 +46,47 @@ OPTIONS = {
 }
 NUM_IMAGES = 640
 PROBE_STEPS = 200
+ROUND_MINUTES = 30
 GROWTH = 1.1
 """Memory and open files at the end of the undisturbed run, over those after a fifth of it, at most."""
 
 
 @dataclass
 class Figures:
-    """What happened; written as JSON."""
+    """What happened in all rounds; written as JSON."""
 
     minutes_asked: float
     steps: int = 0
     minutes: float = 0.0
+    rounds: int = 0
     sittings: int = 0
     killed: int = 0
     terminated: int = 0
     stopped_before_it_listened: int = 0
     seconds_to_stop: list[float] = field(default_factory=list)
-    newest_step_at_each_fault: list[int] = field(default_factory=list)
+    newest_step_at_each_fault: list[list[int]] = field(default_factory=list)
     steps_went_backwards: int = 0
     unexpected_exit_codes: list[int] = field(default_factory=list)
     surviving_processes: int = 0
     stray_files: list[str] = field(default_factory=list)
-    rss_mb_after_a_fifth: float = 0.0
-    rss_mb_at_the_end: float = 0.0
-    open_files_after_a_fifth: float = 0.0
-    open_files_at_the_end: float = 0.0
-    largest_rss_mb_of_first_and_last_sittings: tuple[float, float] = (0.0, 0.0)
-    same_state: bool = False
-    same_metrics: bool = False
+    rss_mb_after_a_fifth_and_at_the_end: list[tuple[float, float]] = field(default_factory=list)
+    open_files_after_a_fifth_and_at_the_end: list[tuple[float, float]] = field(default_factory=list)
+    largest_rss_mb_of_sittings: list[int] = field(default_factory=list)
+    same_state: list[bool] = field(default_factory=list)
+    same_metrics: list[bool] = field(default_factory=list)
 
     def failures(self) -> list[str]:
         """What was not kept of the promises."""
         checks = {
-            "the final state differs": not self.same_state,
-            "metrics.jsonl differs": not self.same_metrics,
+            "the final state differs": not all(self.same_state),
+            "metrics.jsonl differs": not all(self.same_metrics),
+            "the time was not up": self.minutes < self.minutes_asked,
             "a newest checkpoint went backwards": self.steps_went_backwards > 0,
             "an exit code was not expected": bool(self.unexpected_exit_codes),
             "a process survived": self.surviving_processes > 0,
             "temporary files stayed behind": bool(self.stray_files),
-            "memory grew": self.rss_mb_at_the_end > GROWTH * self.rss_mb_after_a_fifth,
-            "open files grew": self.open_files_at_the_end > self.open_files_after_a_fifth + 2,
+            "memory grew": any(end > GROWTH * early for early, end in self.rss_mb_after_a_fifth_and_at_the_end),
+            "open files grew": any(end > early + 2 for early, end in self.open_files_after_a_fifth_and_at_the_end),
         }
         return [sentence for sentence, failed in checks.items() if failed]
 
@@ -108,9 +110,9 @@ class Usage:
             self.samples.append((megabytes, files))
 
     def around(self, share: float) -> tuple[float, float]:
-        """Median of a twentieth of the samples, from that share of the time on."""
+        """Median of a twentieth of the samples (five at least), from that share of the time on."""
         count = len(self.samples)
-        part = self.samples[int(count * share) : int(count * share) + max(1, count // 20)]
+        part = self.samples[int(count * share) : int(count * share) + max(5, count // 20)]
         return statistics.median(s[0] for s in part), statistics.median(s[1] for s in part)
 
 
@@ -119,17 +121,17 @@ def start(folder: Path, *arguments: str) -> Child:
     return Child(command(*arguments), folder / "output.txt", temporary=folder / "tmp")
 
 
-def train_arguments(images: Path, run: Path, steps: int) -> list[str]:
-    options = {**OPTIONS, "max_steps": steps}
+def train_arguments(images: Path, run: Path, steps: int, seed: int) -> list[str]:
+    options = {**OPTIONS, "max_steps": steps, "seed": seed}
     return ["train", str(images), "--out", str(run), *(f"--{k.replace('_', '-')}={v}" for k, v in options.items())]
 
 
 def fitting_steps(images: Path, folder: Path, minutes: float) -> int:
-    """Steps that fit into that time while two trainings run side by side."""
+    """Steps that about fit into that time while two trainings run side by side."""
     runs = [folder / f"probe{number}" for number in range(2)]
     for run in runs:
         run.mkdir(parents=True)
-    processes = [start(run, *train_arguments(images, run / "run", PROBE_STEPS)) for run in runs]
+    processes = [start(run, *train_arguments(images, run / "run", PROBE_STEPS, 0)) for run in runs]
     assert [process.wait(3600) for process in processes] == [0, 0], (folder / "probe0" / "output.txt").read_text()
     seconds = []
     for run in runs:
@@ -144,17 +146,14 @@ def newest_step(run: Path) -> int:
 
 def disturb(figures: Figures, images: Path, folder: Path, options: argparse.Namespace, watch: Any) -> None:
     """Start, strike, resume, until the training is done. `watch` is called about every second."""
-    run, chance = folder / "run", random.Random(options.seed)
-    largest: list[float] = []
-    began = time.monotonic()
+    run, chance = folder / "run", random.Random(options.seed + figures.rounds)
+    steps: list[int] = []
+    figures.newest_step_at_each_fault.append(steps)
     while True:
-        arguments = ["resume", str(run)] if run.exists() else train_arguments(images, run, figures.steps)
-        process, usage = start(folder, *arguments), Usage()
+        first = train_arguments(images, run, figures.steps, figures.rounds)
+        process, usage = start(folder, *(["resume", str(run)] if run.exists() else first)), Usage()
         figures.sittings += 1
-        patience = chance.uniform(options.shortest, options.longest)
-        if time.monotonic() - began > 90 * options.minutes:  # half as long again: let it end
-            patience = float("inf")
-        struck = time.monotonic() + patience
+        struck = time.monotonic() + chance.uniform(options.shortest, options.longest)
         while process.poll() is None and time.monotonic() < struck:
             usage.sample(process.pid)
             watch()
@@ -163,18 +162,15 @@ def disturb(figures: Figures, images: Path, folder: Path, options: argparse.Name
             strike(figures, process, kill=chance.random() < 0.5)
         elif process.code != 0:
             figures.unexpected_exit_codes.append(process.code)
-        largest.append(max((sample[0] for sample in usage.samples), default=0.0))
+        figures.largest_rss_mb_of_sittings.append(round(max((sample[0] for sample in usage.samples), default=0.0)))
         figures.surviving_processes += survivors(process.pid)
         step = newest_step(run)
-        figures.steps_went_backwards += step < max(figures.newest_step_at_each_fault, default=0)
-        figures.newest_step_at_each_fault.append(step)
-        print(f"{time.strftime('%H:%M:%S')} sitting {figures.sittings}: code {process.code}, step {step} of "
-              f"{figures.steps}", flush=True)  # fmt: skip
+        figures.steps_went_backwards += step < max(steps, default=0)
+        steps.append(step)
+        print(f"{time.strftime('%H:%M:%S')} round {figures.rounds}, sitting {figures.sittings}: code {process.code}, "
+              f"step {step} of {figures.steps}", flush=True)  # fmt: skip
         if process.code == 0 or len(figures.unexpected_exit_codes) > 3:
             break
-    figures.minutes = round((time.monotonic() - began) / 60, 1)
-    few = max(1, len(largest) // 5)
-    figures.largest_rss_mb_of_first_and_last_sittings = (round(max(largest[:few])), round(max(largest[-few:])))
 
 
 def strike(figures: Figures, process: Child, kill: bool) -> None:
@@ -204,13 +200,24 @@ def stray_files(folder: Path) -> list[str]:
 
 def soak(options: argparse.Namespace, folder: Path) -> Figures:
     images = make_images(folder / "images", NUM_IMAGES, side=40)
-    alone, disturbed = folder / "alone", folder / "disturbed"
-    alone.mkdir()
-    disturbed.mkdir()
     figures = Figures(options.minutes)
-    figures.steps = options.steps or fitting_steps(images, folder, options.minutes)
+    figures.steps = options.steps or fitting_steps(images, folder, min(options.minutes, ROUND_MINUTES))
     print(f"{figures.steps} steps", flush=True)
-    reference, usage = start(alone, *train_arguments(images, alone / "run", figures.steps)), Usage()
+    began = time.monotonic()
+    while figures.minutes < options.minutes and not figures.unexpected_exit_codes:
+        figures.rounds += 1
+        play(figures, images, folder / f"round{figures.rounds}", options)
+        figures.minutes = round((time.monotonic() - began) / 60, 1)
+    return figures
+
+
+def play(figures: Figures, images: Path, folder: Path, options: argparse.Namespace) -> None:
+    """A round: both trainings from the first step to the last."""
+    alone, disturbed = folder / "alone", folder / "disturbed"
+    for place in (alone, disturbed):
+        place.mkdir(parents=True)
+    arguments = train_arguments(images, alone / "run", figures.steps, figures.rounds)
+    reference, usage = start(alone, *arguments), Usage()
 
     def watch() -> None:
         if reference.poll() is None:
@@ -221,18 +228,18 @@ def soak(options: argparse.Namespace, folder: Path) -> Figures:
         watch()
         time.sleep(1)
     assert reference.code == 0, (alone / "output.txt").read_text()
-    figures.rss_mb_after_a_fifth, figures.open_files_after_a_fifth = usage.around(0.2)
-    figures.rss_mb_at_the_end, figures.open_files_at_the_end = usage.around(0.9)
-    figures.same_state = state_hash(alone / "run") == state_hash(disturbed / "run")
-    figures.same_metrics = metrics_without_timings(alone / "run") == metrics_without_timings(disturbed / "run")
-    figures.stray_files = stray_files(disturbed) + stray_files(alone)
-    return figures
+    (early_mb, early_files), (end_mb, end_files) = usage.around(0.2), usage.around(0.9)
+    figures.rss_mb_after_a_fifth_and_at_the_end.append((round(early_mb), round(end_mb)))
+    figures.open_files_after_a_fifth_and_at_the_end.append((early_files, end_files))
+    figures.same_state.append(state_hash(alone / "run") == state_hash(disturbed / "run"))
+    figures.same_metrics.append(metrics_without_timings(alone / "run") == metrics_without_timings(disturbed / "run"))
+    figures.stray_files += stray_files(disturbed) + stray_files(alone)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=120.0, help="how long the disturbed run should take")
-    parser.add_argument("--steps", type=int, help="steps of the run (default: as many as fit)")
+    parser.add_argument("--minutes", type=float, default=120.0, help="begin new rounds until then")
+    parser.add_argument("--steps", type=int, help="of a round (default: what takes about half an hour)")
     parser.add_argument("--shortest", type=float, default=30.0, help="seconds between faults, at least")
     parser.add_argument("--longest", type=float, default=120.0, help="seconds between faults, at most")
     parser.add_argument("--seed", type=int, default=0)
