@@ -17,6 +17,8 @@ WIDTH, LEFT, RIGHT, BELOW = 7.6, 0.75, 0.35, 0.62  # inches
 PANEL, LEGEND_ROW = 2.9, 0.19
 MOST_NUMBERS = 16
 """Bars of a panel that have their number written above them."""
+CLOSE = 0.08
+"""Share of a panel's height within which the numbers of two dots above one another would meet."""
 
 Panel = Callable[["Axes"], None]
 Values = Sequence[float]
@@ -90,8 +92,6 @@ def sweep(
         axes.plot(known, means, color=colour, linewidth=1.4, label=name)
         for at in known:
             axes.plot([at] * len(per_value[at]), per_value[at], "o", color=colour, markersize=3.5)
-        for at, mean in zip(known, means, strict=True):
-            axes.annotate(f"{mean:.1f}", (at, mean), (0, 6), textcoords="offset points", ha="center", fontsize=8)
         if name in base:
             axes.axhline(base[name], color=colour, linewidth=0.9, linestyle="--", label=f"{name}, untrained")
     axes.set_xticks(range(len(values)), values)
@@ -99,6 +99,19 @@ def sweep(
     axes.set_xlabel(x_label)
     axes.set_ylabel("%")
     axes.margins(y=0.15)
+    write_means(axes, list(scores.values()))
+
+
+def write_means(axes: Axes, scores: Sequence[Sequence[Values]]) -> None:
+    """Every mean above its dot; below it where another one is so near that the numbers would meet."""
+    low, high = axes.get_ylim()
+    for at, column in enumerate(zip(*scores, strict=True)):
+        means = sorted(float(np.mean(points)) for points in column if len(points))
+        for mean, above in zip(means, [*means[1:], np.inf], strict=True):
+            place, side = ((0, -6), "top") if above - mean < CLOSE * (high - low) else ((0, 6), "bottom")
+            axes.annotate(
+                f"{mean:.1f}", (at, mean), place, textcoords="offset points", ha="center", va=side, fontsize=8
+            )
 
 
 def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Mapping[str, float]], y_label: str) -> None:
