@@ -33,6 +33,8 @@ from odcluster.models.backbones import Backbone
 SHARES = {"1 %": 0.01, "10 %": 0.1}
 FAST_NUMBERS = 2 * 10**8
 """Numbers per layer that the fast linear probe may hold: 5,011 images of 9,600 dimensions, or 50,000 of 4,000."""
+FAST_PRODUCTS = 4 * 10**9
+"""Products of a look at all training images: 40,000 of ten classes and 9,600 dimensions, or 15,000 of 100 and 2,600."""
 
 
 def linear(workshop: Workshop) -> Outcome:
@@ -44,7 +46,7 @@ def linear_fast(workshop: Workshop) -> Outcome:
     train_labels, test_labels, names = class_labels(workshop.parts)
     layers = workshop.stages()
     count = len(train_labels) + len(test_labels)
-    max_dims = max(256, min(MAX_DIMS, FAST_NUMBERS // count))
+    max_dims = max(256, min(MAX_DIMS, FAST_NUMBERS // count, FAST_PRODUCTS // (len(train_labels) * len(names))))
     train, test = both_sides(workshop, layers, whole=False, max_dims=max_dims)
     widest = max(train.store.dimensions.values())
     check_memory(5 * 4 * count * widest, "the fast linear probe", "use --variant published, or fewer images")

@@ -80,6 +80,21 @@ def test_strength_is_chosen_on_the_held_out_tenth_alone() -> None:
     assert other.accuracy < probe.accuracy
 
 
+def test_weaker_strengths_are_left_out_once_they_are_clearly_worse() -> None:
+    generator = torch.Generator().manual_seed(7)
+    centres = torch.zeros(4, 300)
+    centres[:, :4] = torch.randn(4, 4, generator=generator)  # the other 296 dimensions are noise to overfit on
+    labels = torch.randint(4, (2000,), generator=generator)
+    features = centres[labels] + torch.randn(2000, 300, generator=generator)
+    grid = (1.0, 1e-1, 1e-2, 1e-3, 1e-4)
+    probe = linear_probe(features[:1000], labels[:1000], features[1000:], labels[1000:], l2_grid=grid)
+    tried = list(probe.held_out_accuracy.values())
+    assert list(probe.held_out_accuracy) == [1.0, 1e-1, 1e-2, 1e-3]  # the weakest would be the next
+    assert tried[-1] < max(tried) - 0.1 <= min(tried[:-1])  # a hundred images are held out
+    weakest = linear_probe(features[:1000], labels[:1000], features[1000:], labels[1000:], l2_grid=grid[-1:])
+    assert probe.accuracy > weakest.accuracy
+
+
 def test_held_out_images_are_not_fitted() -> None:
     generator = torch.Generator().manual_seed(6)
     features, labels = torch.randn(200, 500, generator=generator), torch.arange(200) % 4
