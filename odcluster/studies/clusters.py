@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SMALLEST = 20
 SHOWN = 6
 PER_ROW = 11
+MOST_LETTERS = 24
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def draw_rows(
                 y, last = y - 0.4, kind
                 figure.text(0.3 / width, (y + 0.12) / height, kind, weight="bold", fontsize=10)
             y -= side + gap
-            about = "\n".join(f"{share:.0%} {label[:24]}" for label, share in list(cluster["classes"].items())[:2])
+            about = "\n".join(f"{share:.0%} {short(label)}" for label, share in list(cluster["classes"].items())[:2])
             figure.text(0.3 / width, (y + side / 2) / height, about, fontsize=7.5, va="center", linespacing=1.4)
             for at, id in enumerate(cluster["nearest"]):
                 try:
@@ -140,6 +141,12 @@ def draw_rows(
                 axes.imshow(np.asarray(image))
                 axes.set_axis_off()
         return save_figure(figure, directory, name)
+
+
+def short(label: str) -> str:
+    """The first of the names that ImageNet has for a class, cut to the room there is."""
+    first = label.split(",")[0]
+    return first if len(first) <= MOST_LETTERS else first[: MOST_LETTERS - 1].rstrip() + "…"
 
 
 STUDY = Study(
