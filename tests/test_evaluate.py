@@ -21,7 +21,7 @@ from tiny_runs import TINY
 import odcluster
 from odcluster import api
 from odcluster.errors import DataError, Interrupted, UserError
-from odcluster.evaluation import svm, svm_tasks, workshop
+from odcluster.evaluation import svm, svm_tasks, tasks, workshop
 from odcluster.evaluation.results import Result
 from odcluster.judge import compare, evaluate
 from odcluster.models.backbones import create_backbone
@@ -440,3 +440,10 @@ def test_svms_that_cannot_fit_into_memory_are_refused_before_any_work() -> None:
     with pytest.raises(DataError, match="GB of memory"):
         workshop.check_memory(10**15, "the products", "use fewer images")
     workshop.check_memory(10**6, "the products", "use fewer images")
+
+
+def test_the_fast_probe_has_fewer_dimensions_of_many_images_or_classes():
+    assert tasks.fast_dims(10_000, 10_000, 10) == 9_600
+    assert tasks.fast_dims(45_000, 5_000, 2) == 4_000  # what memory holds
+    assert tasks.fast_dims(15_000, 2_500, 100) == 2_666  # what time allows
+    assert tasks.fast_dims(1_281_167, 50_000, 1000) == 256

@@ -46,7 +46,7 @@ def linear_fast(workshop: Workshop) -> Outcome:
     train_labels, test_labels, names = class_labels(workshop.parts)
     layers = workshop.stages()
     count = len(train_labels) + len(test_labels)
-    max_dims = max(256, min(MAX_DIMS, FAST_NUMBERS // count, FAST_PRODUCTS // (len(train_labels) * len(names))))
+    max_dims = fast_dims(len(train_labels), len(test_labels), len(names))
     train, test = both_sides(workshop, layers, whole=False, max_dims=max_dims)
     widest = max(train.store.dimensions.values())
     check_memory(5 * 4 * count * widest, "the fast linear probe", "use --variant published, or fewer images")
@@ -88,6 +88,12 @@ def linear_fast(workshop: Workshop) -> Outcome:
         left_out=refusals(train, test),
         unfinished=workshop.place(),
     )
+
+
+def fast_dims(num_train: int, num_test: int, num_classes: int) -> int:
+    """Dimensions up to which the fast linear probe stays fast and fits into memory."""
+    by_memory = FAST_NUMBERS // (num_train + num_test)
+    return max(256, min(MAX_DIMS, by_memory, FAST_PRODUCTS // (num_train * num_classes)))
 
 
 def linear_published(workshop: Workshop) -> Outcome:
