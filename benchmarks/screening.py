@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import time
@@ -38,7 +39,7 @@ from odcluster.recipes import odc_small
 from odcluster.training import checkpoint, optimisers
 
 PROBE_IMAGES, MAX_DIMS, SIDE = 10_000, 2048, 32
-MEMORY_MOMENTUM, WARM, BATCH = 0.5, 0.03, 128
+MEMORY_MOMENTUM, WARM = 0.5, 0.03
 FURTHER = 1000
 """Epochs of a trial that goes on are numbered from here, so that it sees other views than the run did."""
 
@@ -59,6 +60,13 @@ class Trial:
     small_crops: int = 0  # further views of 16 px of a small part of the image
     swapped_clusters: int = 0  # each view learns the soft label of the other, by centroids whose sizes are balanced
     neighbours: int = 0  # one of the nearest rows of the samples memory is a positive too
+    neck_layers: int = 2
+    hidden: int = HIDDEN  # width of the neck
+    smallest_crop: float = 0.2  # share of the image
+    turned: float = 2.0  # degrees, at most
+    colour: float = 1.0  # times the default's jitter
+    batch: int = 128
+    straight: bool = False  # the rate falls along a line, not a cosine
     seed: int = 0
 
 
@@ -83,6 +91,15 @@ TRIALS: dict[str, Trial] = {
     "muon 0.05, temperature 0.4": Trial(temperature=0.4, **BEST),
     "muon 0.05, decoupled": Trial(decoupled=True, **BEST),
     "muon 0.05, 32 px": Trial(crop=32, **BEST),
+    "muon 0.05, neck of three layers": Trial(neck_layers=3, **BEST),
+    "muon 0.05, neck of 2,048": Trial(hidden=2048, **BEST),
+    "muon 0.05, crops from 8 %": Trial(smallest_crop=0.08, **BEST),
+    "muon 0.05, not turned": Trial(turned=0.0, **BEST),
+    "muon 0.05, stronger colours": Trial(colour=1.75, **BEST),
+    "muon 0.05, batches of 256": Trial(batch=256, **BEST),
+    "muon 0.05, batches of 64": Trial(batch=64, **BEST),
+    "muon 0.05, weight decay 0.05": Trial(**{**BEST, "weight_decay": 0.05}),
+    "muon 0.05, a straight fall": Trial(straight=True, **BEST),
 }
 
 
@@ -94,9 +111,9 @@ class Network(nn.Module):
         self.backbone = create_backbone("smallconv", image_size=SIDE)
         self.backbone.to(memory_format=torch.channels_last)
         features = self.backbone.num_features
-        self.neck = nn.Sequential(
-            nn.Linear(features, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, DIM)
-        )
+        widths = [features] + [trial.hidden] * (trial.neck_layers - 1)
+        layers = [(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU()) for a, b in itertools.pairwise(widths)]
+        self.neck = nn.Sequential(*itertools.chain(*layers), nn.Linear(widths[-1], DIM))
         if trial.loss == "swav":
             from lightly.loss import SwaVLoss
             from lightly.models.modules.heads import SwaVPrototypes
@@ -196,7 +213,13 @@ def train(trial: Trial, images: np.ndarray, seconds: float, start: Path | None =
     if start is not None:
         go_on(network, memories, start)
     optimiser = make_optimiser(network, trial.algorithm, trial.lr, trial.weight_decay)
-    whole = odc_small().augmentation
+    usual = odc_small().augmentation
+    whole = dataclasses.replace(
+        usual,
+        crop_scale=(trial.smallest_crop, 1.0),
+        rotation=trial.turned,
+        **{name: trial.colour * getattr(usual, name) for name in ("brightness", "contrast", "saturation", "hue")},
+    )
     part = dataclasses.replace(whole, crop_scale=(0.05, 0.35))
     mean, std = (255 * torch.tensor(v).view(1, 3, 1, 1) for v in (network.backbone.mean, network.backbone.std))
 
@@ -206,19 +229,20 @@ def train(trial: Trial, images: np.ndarray, seconds: float, start: Path | None =
         pixels = torch.from_numpy(np.stack(made)).permute(0, 3, 1, 2)
         return ((pixels - mean) / std).contiguous(memory_format=torch.channels_last)
 
-    began, step, per_epoch = time.process_time(), 0, len(images) // BATCH
+    began, step, per_epoch = time.process_time(), 0, len(images) // trial.batch
     while (progress := (time.process_time() - began) / seconds) < 1:
         epoch, position = divmod(step, per_epoch)
         epoch += FURTHER if start is not None else 0
         if position == 0:
             order = epoch_order(trial.seed, epoch, len(images))
-        chosen = batch_ids(order, position, BATCH)
+        chosen = batch_ids(order, position, trial.batch)
         ids, size = torch.from_numpy(chosen), 24 if progress > 1 - trial.late else trial.crop
         groups = [torch.cat([seen(chosen, epoch, view, size, whole) for view in range(2)])]
         if trial.small_crops:
             groups += [torch.cat([seen(chosen, epoch, 2 + view, 16, part) for view in range(trial.small_crops)])]
+        fall = 1 - progress if trial.straight else (1 + math.cos(math.pi * progress)) / 2
         for group in optimiser.param_groups:
-            group["lr"] = trial.lr * min(1.0, progress / WARM) * (1 + math.cos(math.pi * progress)) / 2
+            group["lr"] = trial.lr * min(1.0, progress / WARM) * fall
         if trial.loss == "swav":
             network.prototypes.normalize()
         features = network(*groups)

@@ -95,6 +95,16 @@ def test_weaker_strengths_are_left_out_once_they_are_clearly_worse() -> None:
     assert probe.accuracy > weakest.accuracy
 
 
+def test_choosing_a_strength_leaves_the_fit_where_it_would_end_without() -> None:
+    (train, labels), (test, truth) = blobs(13, 600, 5.0), blobs(14, 400, 5.0)
+    chosen = linear_probe(train, labels, test, truth)
+    alone = linear_probe(train, labels, test, truth, l2_grid=(chosen.l2,))
+    assert len(chosen.held_out_accuracy) > 1
+    assert chosen.converged
+    assert chosen.log_loss == pytest.approx(alone.log_loss, abs=1e-3)
+    assert chosen.accuracy == pytest.approx(alone.accuracy, abs=0.005)
+
+
 def test_held_out_images_are_not_fitted() -> None:
     generator = torch.Generator().manual_seed(6)
     features, labels = torch.randn(200, 500, generator=generator), torch.arange(200) % 4
