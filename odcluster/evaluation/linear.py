@@ -21,7 +21,7 @@ L2_GRID = (1.0, 1e-1, 1e-2, 1e-3, 1e-4)
 MAX_ITERATIONS = 300
 GRADIENT_TOLERANCE = 1e-4  # largest entry of the mean loss's gradient; scikit-learn's default
 CHOOSING_TOLERANCE = 1e-3
-"""Of the fits that choose a strength: a third of the work, and held-out accuracies within their error of the optimum's."""
+"""Of the fits that choose a strength: a third of the work for held-out accuracies that differ less than their error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,8 @@ def linear_probe(
         raise ValueError("The training set has a single class; pass images of at least two.")
     train, test = _standardise(train, test)
 
-    chosen, start, held_out = grid[0], None, {}
+    start: LogisticRegression | None = None
+    chosen, held_out = grid[0], dict[float, float]()
     if len(grid) > 1:
         chosen, start, held_out = _choose_l2(train, targets, len(classes), grid, poll)
     model = fit_logistic_regression(train, targets, len(classes), chosen, start=start, poll=poll)
