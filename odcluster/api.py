@@ -14,11 +14,13 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import nn
 
 from odcluster import renew
 from odcluster.build import build_backbone, build_loader, build_method, frozen_features
 from odcluster.config import Config, changed, from_json, to_json
 from odcluster.data.loading import Batches, Loader, RawBatch
+from odcluster.data.order import num_steps
 from odcluster.data.randomness import permutation
 from odcluster.data.sources import Manifest, Source, open_source
 from odcluster.errors import DataError, Interrupted, UserError
@@ -26,6 +28,7 @@ from odcluster.evaluation.knn import neighbours_kept
 from odcluster.explore.deliver import deliver, similarities_of
 from odcluster.methods.interface import Method
 from odcluster.methods.labels import Labels
+from odcluster.methods.odc import ODC
 from odcluster.models.backbones import Backbone
 from odcluster.models.sobel import represent
 from odcluster.pace import fit_epochs
@@ -52,12 +55,14 @@ def train(
     *,
     out: str | os.PathLike[str] | None = None,
     recipe: str | None = None,
+    dry_run: bool = False,
     quiet: bool = False,
     **options: Any,
 ) -> Path:
     """Train on images; returns the run directory. Options are those of `odcluster train --help-all`."""
     named = recipe or default_recipe(options.get("method", "odc"), weights=bool(options.get("weights")))
-    return start(changed(recipe_of(named), **options), data, out, Console(quiet=quiet))
+    begin = rehearse if dry_run else start
+    return begin(changed(recipe_of(named), **options), data, out, Console(quiet=quiet))
 
 
 def speaking(console: Console, ranks: Ranks) -> Console:
@@ -80,28 +85,78 @@ def start(
     device = choose_device(config.device)
     with joined(device) as ranks:
         console = speaking(console, ranks)
-        path = Path(ranks.first(lambda: str(free_place(data, out))))
-        source = open_source(data)
-        manifest = source.manifest
-        if manifest.kind in ("folder", "class tree"):
-            ranks.first(lambda: check_free(path, manifest.root))
-        check_same_images(ranks, manifest)
-        config = with_absolute_paths(config, data)
-        for sentence in without_effect(config):
-            console.warn(sentence)
-        config, chosen = resolve(config, source, device)
-        config = agreed(config, ranks)
-        about = [f"{len(source):,} images ({manifest.kind}) in {manifest.root or 'memory'}", *describe(chosen)]
-        if config.minutes is not None:
-            console.say("\n".join(about))
-            about = []
-            config = agreed(fit_epochs(config, source, device, console, ranks), ranks)
-        method = build_method(config, len(source), device, console, ranks=ranks)
-        for line in [*about, *describe_ranks(ranks), *describe_warm_start(config)]:
-            console.say(line)
-        run = Run(Path(ranks.first(lambda: str(create_run(path, config, manifest).path))))
+        config, source, method, path = prepare(config, data, out, device, console, ranks)
+        run = Run(Path(ranks.first(lambda: str(create_run(path, config, source.manifest).path))))
         with locked(run, ranks):
             return execute(run, config, source, method, device, None, console, ranks)
+
+
+def rehearse(
+    config: Config,
+    data: str | os.PathLike[str] | np.ndarray,
+    out: str | os.PathLike[str] | None,
+    console: Console,
+) -> Path:
+    """All that comes before the first step of a new run, and what it would come to; nothing is written. Returns where
+    the run would be.
+    """
+    device = choose_device(config.device)
+    with joined(device) as ranks:
+        console = speaking(console, ranks)
+        config, source, method, path = prepare(config, data, out, device, console, ranks)
+    for line in describe_plan(config, method, len(source), path):
+        console.say(line)
+    return path
+
+
+def prepare(
+    config: Config,
+    data: str | os.PathLike[str] | np.ndarray,
+    out: str | os.PathLike[str] | None,
+    device: torch.device,
+    console: Console,
+    ranks: Ranks,
+) -> tuple[Config, Source, Method, Path]:
+    """Everything about a new run that can be checked, chosen and told before anything is written."""
+    path = Path(ranks.first(lambda: str(free_place(data, out))))
+    source = open_source(data)
+    manifest = source.manifest
+    if manifest.kind in ("folder", "class tree"):
+        ranks.first(lambda: check_free(path, manifest.root))
+    check_same_images(ranks, manifest)
+    config = with_absolute_paths(config, data)
+    for sentence in without_effect(config):
+        console.warn(sentence)
+    config, chosen = resolve(config, source, device)
+    config = agreed(config, ranks)
+    about = [f"{len(source):,} images ({manifest.kind}) in {manifest.root or 'memory'}", *describe(chosen)]
+    if config.minutes is not None:
+        console.say("\n".join(about))
+        about = []
+        config = agreed(fit_epochs(config, source, device, console, ranks), ranks)
+    method = build_method(config, len(source), device, console, ranks=ranks)
+    for line in [*about, *describe_ranks(ranks), *describe_warm_start(config)]:
+        console.say(line)
+    return config, source, method, path
+
+
+def describe_plan(config: Config, method: Method, num_samples: int, path: Path) -> list[str]:
+    """How long a run would be, and what it would take on the disk."""
+    assert config.epochs is not None
+    assert config.batch_size is not None
+    steps = config.epochs * num_steps(num_samples, config.batch_size)
+    steps = steps if config.max_steps is None else min(steps, config.max_steps)
+    module = cast(nn.Module, method)
+    learned = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    kept = sum(t.nbytes for t in module.state_dict().values())
+    copies = 2 if config.optimiser.algorithm == "adamw" else 1  # of what is learned, in the optimiser
+    memory = method.samples.rows.nbytes if isinstance(method, ODC) else 0
+    samples = f", {memory / 1e6:,.1f} of them the samples memory" if memory else ""
+    return [
+        f"  {'to be done':14} {steps:,} steps of {config.batch_size} images",
+        f"  {'checkpoints':14} about {(kept + copies * learned) / 1e6:,.1f} MB each{samples}",
+        f"nothing was written: without --dry-run the run would be {path}",
+    ]
 
 
 @contextmanager

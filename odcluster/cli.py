@@ -105,13 +105,17 @@ def train_verb(given: list[str]) -> None:
     from odcluster.recipes import recipe
 
     default = recipe(given_value("recipe", given) or chosen_recipe(given))
-    values = parse_options("train", train_verb, given, default, {"data": required("DATA", doc("data"))})
-    data, out = values.pop("data"), values.pop("out")
+    extra = {
+        "data": required("DATA", doc("data")),
+        "dry_run": flag("Only say what would be done, and why; nothing is written."),
+    }
+    values = parse_options("train", train_verb, given, default, extra)
+    data, out, dry_run = (values.pop(name) for name in ("data", "out", "dry_run"))
     chosen = changed(default, **values)
     from odcluster import api
     from odcluster.training.console import Console
 
-    api.start(chosen, data, out, Console())
+    (api.rehearse if dry_run else api.start)(chosen, data, out, Console())
 
 
 def demo_verb(given: list[str]) -> None:
@@ -144,7 +148,7 @@ def resume_verb(given: list[str]) -> None:
         "device": optional("STR", doc("device"), None),
         "max_refused": optional("FLOAT", doc("max_refused", GROUPS["running"]), None, float),
     }
-    values = parse("resume", resume_verb, given, extra, flags=True)
+    values = parse("resume", resume_verb, given, extra)
     from odcluster import api
 
     api.resume(values.pop("run"), **values)
@@ -161,7 +165,7 @@ def evaluate_verb(given: list[str]) -> None:
     defaults = verbs.Evaluation(task="linear")
     options = options_of(verbs.Evaluation, defaults)
     options["task"] = (options["task"][0], dataclasses.MISSING)
-    values = parse("evaluate", evaluate_verb, given, {**weights, **options}, flags=True)
+    values = parse("evaluate", evaluate_verb, given, {**weights, **options})
     from odcluster.judge import evaluate
 
     evaluate(values.pop("weights"), command=recorded("evaluate", given), **values)
@@ -204,7 +208,7 @@ def explore_verb(given: list[str]) -> None:
         "port": optional("INT", "Port on this machine. Not given: a free one.", None, int),
         "no_browser": flag("Only print the address."),
     }
-    values = parse("explore", explore_verb, given, extra, flags=True)
+    values = parse("explore", explore_verb, given, extra)
     from odcluster.gallery import explore
 
     explore(values["run"], port=values["port"], open_browser=not values["no_browser"])
@@ -240,7 +244,7 @@ def embed_verb(given: list[str]) -> None:
     about = "A run, an exported backbone, a weights file, or a backbone's name with --weights or --untrained."
     extra = {"subject": required("X", about), "data": required("DATA", doc("data"))}
     options = options_of(verbs.Embedding, verbs.Embedding())
-    values = parse("embed", embed_verb, given, {**extra, **options}, flags=True)
+    values = parse("embed", embed_verb, given, {**extra, **options})
     from odcluster.deploy import embed
 
     embed(values.pop("subject"), values.pop("data"), **values)
@@ -268,7 +272,7 @@ def reproduce_verb(given: list[str]) -> None:
         return
     name = {"name": required("NAME", "The study; --list names them.")}
     options = options_of(verbs.Reproduction, verbs.Reproduction())
-    values = parse("reproduce", reproduce_verb, given, {**name, **options}, flags=True)
+    values = parse("reproduce", reproduce_verb, given, {**name, **options})
     from odcluster.reproduce import reproduce
 
     reproduce(values.pop("name"), command=recorded("reproduce", given), **values)
@@ -372,9 +376,8 @@ def parse(
     fields: dict[str, Option],
     groups: dict[str, dict[str, Option]] | None = None,
     note: str = "",
-    flags: bool = False,
 ) -> dict[str, Any]:
-    """Values of all fields and of all groups' fields, by name. With `flags`, a yes-or-no option takes no value."""
+    """Values of all fields and of all groups' fields, by name."""
     import tyro
 
     groups = groups or {}
@@ -385,7 +388,7 @@ def parse(
         prog=f"odcluster {verb}",
         args=given,
         description=f"{inspect.getdoc(about)}{note}",
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff if flags else tyro.conf.FlagConversionOff),
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff),
     )
     values = {name: getattr(arguments, name) for name in fields}
     for name, inner in groups.items():
@@ -420,8 +423,15 @@ def options_of(cls: Any, values: Any, skip: set[str] | None = None) -> dict[str,
             options[name] = optional(metavar, help, default, bare, hint)
         else:
             hint = f"(default: {shown(default)})"
-            options[name] = Annotated[kind, tyro.conf.arg(help=help, help_behavior_hint=hint)], default
+            about = [tyro.conf.arg(help=help, help_behavior_hint=hint)]
+            about += [tyro.conf.FlagConversionOff] if kind is bool and takes_values(cls) else []
+            options[name] = Annotated[kind, *about], default
     return options
+
+
+def takes_values(cls: Any) -> bool:
+    """Whether yes-or-no options want to be told which: a recipe may have said yes. Those of a verb alone are flags."""
+    return cls is Config or cls in GROUPS.values()
 
 
 def doc(name: str, cls: Any = Config) -> str:

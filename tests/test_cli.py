@@ -73,6 +73,30 @@ def test_options_that_are_not_given_are_chosen_printed_and_stored(capsys, image_
     assert "the square root of 97" in log
 
 
+@pytest.mark.parametrize("method", ["odc", "deepcluster"])
+def test_a_dry_run_says_what_the_run_then_does_and_writes_nothing(method, capsys, image_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["train", str(image_folder), "--method", method, "--epochs", "2", "--workers", "0"]
+    code, _, foretold = run(capsys, *words, "--dry-run")
+    assert code == 0, foretold
+    assert list(tmp_path.iterdir()) == []
+    *choices, to_do, size, place = foretold.splitlines()
+    assert place.endswith(f"the run would be runs/{image_folder.name}")
+    _, _, errors = run(capsys, *words)
+    assert errors.startswith("\n".join(choices))
+    (done,) = list((tmp_path / "runs").iterdir())
+    assert done.name == image_folder.name
+    (newest,) = sorted((done / "checkpoints").iterdir())[-1:]
+    assert f" {int(newest.name.removeprefix('step-'))} steps of " in to_do
+    written = sum(file.stat().st_size for file in newest.glob("*.safetensors")) / 1e6
+    assert float(size.split("about ")[1].split(" MB")[0]) == pytest.approx(written, rel=0.1)
+
+
+def test_a_dry_run_refuses_what_a_run_would(capsys, image_folder, tmp_path):
+    assert "no file or folder" in refused(capsys, 3, "train", str(tmp_path / "nowhere"), "--dry-run")
+    assert "48 or fewer" in refused(capsys, 2, "train", str(image_folder), "--clusters", "90", "--dry-run")
+
+
 def test_an_existing_run_is_not_overwritten(capsys, image_folder, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "precious.txt").write_text("mine")
