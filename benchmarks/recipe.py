@@ -4,11 +4,13 @@
     python benchmarks/recipe.py tune cifar10/train_webp.npz cifar10/test_webp.npz --methods byol simsiam --minutes 2
     python benchmarks/recipe.py scratch cifar10/train_webp.npz cifar10/test_webp.npz --minutes 20 --seeds 0 1
     python benchmarks/recipe.py weights VOC2007 --weights tf_efficientnet_lite0.safetensors --seeds 0 1
+    python benchmarks/recipe.py photos VOC2007 --minutes 10 --seeds 0
 
 A: one small backbone, the same minutes on the same cores for all, no labels in training; judged by linear probes per
 layer (10,000 labelled images, all test images), 20 nearest neighbours, and NMI of the clusters and of k-means(10).
 B: photos with several classes each; NMI of 20 clusters on the images with one class, the share of the 10 nearest
 neighbours with a common class, and SVMs by `odcluster evaluate --task svm`.
+C: the same photos without weights, the same minutes for several networks and sizes; judged by neighbours.
 `speed` measures every method for half a minute and writes results/recipe/speed.json: leave the machine alone meanwhile.
 The minutes of `scratch` are then a number of steps per method, the same whatever else the machine does, so a run may
 take longer than its minutes. `tune` trains a peer for a short time with every optimiser of `TUNED`, which is how those
@@ -54,6 +56,7 @@ from odcluster.training.console import Console
 from odcluster.training.devices import StopFlag, has_bfloat16
 from odcluster.training.metrics import read_metrics
 from odcluster.training.run import open_run
+from odcluster.training.survey import extract
 
 CPU = torch.device("cpu")
 LAYERS = ["conv1", "conv2", "conv3", "conv4", "conv5"]
@@ -64,6 +67,11 @@ OURS: dict[str, dict[str, Any]] = {
     "odc, the paper's recipe": {"recipe": "odc_resnet50_imagenet", "backbone": "smallconv", "clusters": 100,
                                 "batch_size": 128, "epochs": None, "image_size": 32, "crop_size": 24},
 }  # fmt: skip
+PHOTOS: dict[str, dict[str, Any]] = {
+    "smallconv, 64 px": {"backbone": "smallconv", "image_size": 64},
+    "smallconv, 96 px": {"backbone": "smallconv", "image_size": 96},
+    "resnet18, 128 px": {"backbone": "resnet18", "image_size": 128},
+}
 MUON: dict[str, Any] = {"algorithm": "muon", "lr": 0.05, "weight_decay": 0.01}
 """As odc has it."""
 PEERS: dict[str, dict[str, Any]] = {
@@ -248,10 +256,46 @@ def weights(given: argparse.Namespace, command: str) -> None:
         for name, features in rows.items():
             by_kmeans = [kmeans(features, given.clusters, iterations=50, seed=s)[0].numpy() for s in range(5)]
             result[f"NMI of k-means, {name}"] = [nmi(found[single], classes) for found in by_kmeans]
-            near = nearest_neighbours(features, features, 10, exclude=torch.arange(len(features)))[0].numpy()
-            result[f"neighbours with a common class, {name}"] = float((present[:, None] & present[near]).any(-1).mean())
+            result[f"neighbours with a common class, {name}"] = common_class(features, present)
         record(out, command, method="odc", seed=seed, minutes=round(minutes, 1), single=int(single.sum()),
                training=described(run, np.where(single, present.argmax(axis=1), -1)), result=result)  # fmt: skip
+
+
+def common_class(features: torch.Tensor, present: np.ndarray) -> float:
+    """Share of each image's 10 nearest others that have a class in common with it; classes are [N, K], yes or no."""
+    near = nearest_neighbours(features, features, 10, exclude=torch.arange(len(features)))[0].numpy()
+    return float((present[:, None] & present[near]).any(-1).mean())
+
+
+def photos(given: argparse.Namespace, command: str) -> None:
+    source = open_source(given.data)
+    present = annotations_of(source, None, given.data).values == 1  # [N, K]
+    single = np.where(present.sum(axis=1) == 1, present.argmax(axis=1), -1)
+    for seed in given.seeds:
+        for name in given.choices or PHOTOS:
+            out = given.results / f"photos, {name}, {given.minutes:g} minutes, seed {seed}.json"
+            if out.exists():
+                continue
+            place = api.numbered(str(given.runs / f"photos-{name.replace(', ', '-').replace(' ', '-')}-{seed}"))
+            began = time.monotonic()
+            run = odcluster.train(given.data, out=place, seed=seed, minutes=given.minutes, **PHOTOS[name])
+            minutes = (time.monotonic() - began) / 60
+            record(out, command, choice=name, seed=seed, budget_minutes=given.minutes, wall_minutes=round(minutes, 1),
+                   training=described(run, single), result=near_before_and_after(run, source, present))  # fmt: skip
+
+
+def near_before_and_after(run: Path, source: Source, present: np.ndarray) -> dict[str, float]:
+    """The share of near images with a common class: untrained with settled batch norm, trained, and by chance."""
+    config, quiet, result = open_run(run).config(), Console(quiet=True), dict[str, float]()
+    method = build_method(config, len(source), CPU, quiet)
+    untrained, everyone = cast(Backbone, method.backbone), np.arange(len(source))
+    with build_loader(config, source, method, CPU, quiet, StopFlag()) as loader:
+        settle_batch_norm(untrained, loader, everyone[:2048], CPU, lambda doing, done, total: None)
+        for name, backbone in {"before": untrained, "after": odcluster.load_backbone(run)}.items():
+            features, _ = extract(backbone.eval(), loader, everyone, CPU, lambda raw, done: None)
+            result[name] = common_class(l2_normalise(features - features.mean(dim=0)), present)
+    drawn = np.random.default_rng(0).integers(len(source), size=(len(source), 10))
+    return result | {"by chance": float((present[:, None] & present[drawn]).any(-1).mean())}
 
 
 def command_line(script: str) -> str:
@@ -263,7 +307,7 @@ def command_line(script: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="part", required=True)
-    a, b, c, d = (verbs.add_parser(name) for name in ("scratch", "weights", "speed", "tune"))
+    a, b, c, d, e = (verbs.add_parser(name) for name in ("scratch", "weights", "speed", "tune", "photos"))
     for part in (a, c, d):
         part.add_argument("train")
         part.add_argument("--methods", nargs="+", help=f"of {', '.join([*OURS, *PEERS])}; not given: all")
@@ -280,13 +324,16 @@ def main() -> None:
     b.add_argument("--backbone", default="tf_efficientnet_lite0")
     b.add_argument("--clusters", type=int, default=20)
     b.add_argument("--cached-views", type=int)
-    for part in (a, b):
+    e.add_argument("data")
+    e.add_argument("--minutes", type=float, default=10.0)
+    e.add_argument("--choices", nargs="+", choices=list(PHOTOS))
+    for part in (a, b, e):
         part.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    for part in (a, b, d):
+    for part in (a, b, d, e):
         part.add_argument("--runs", type=Path, default=Path("runs/recipe"))
         part.add_argument("--results", type=Path, default=Path("results/recipe"))
     given = parser.parse_args()
-    parts = {"scratch": scratch, "weights": weights, "speed": speed, "tune": tune}
+    parts = {"scratch": scratch, "weights": weights, "speed": speed, "tune": tune, "photos": photos}
     parts[given.part](given, command_line("recipe.py"))
 
 

@@ -83,6 +83,8 @@ def resolve_sizes(choices: Choices, source: Source, device: torch.device) -> Non
     step = fixed_size_step(config.backbone) if config.backbone is not None else None
     if config.image_size is None:
         size, reason = choose_image_size(source, device)
+        if size > SMALL_IMAGE and device.type == "cpu" and not (config.backbone or config.weights):
+            size, reason = SMALL_IMAGE, "photos on a CPU: a small network that takes many steps learns most"
         if config.fine_tuning.frozen and (expected := expected_size(config)) > size:
             size, reason = expected, "what the weights were trained at: features are best there"
         elif step is not None:
@@ -165,7 +167,7 @@ def resolve_length(choices: Choices, count: int, device: torch.device) -> None:
             reason += ", so --minutes is not used: give --epochs"
             choices.set("minutes", None)
         choices.choose("epochs", max(10, min(60, FROZEN_IMAGES // count)), reason)
-    elif config.epochs is None and config.minutes is None and config.image_size > SMALL_IMAGE and device.type == "cpu":
+    elif config.epochs is None and config.minutes is None and config.image_size >= SMALL_IMAGE and device.type == "cpu":
         choices.choose("minutes", 30.0, "photos on a CPU take long; give --minutes or --epochs for more")
     elif config.epochs is None and config.minutes is None:
         epochs = max(10, min(200, IMAGES_TO_SEE // count))

@@ -47,11 +47,19 @@ def test_given_options_are_left_alone():
     assert not {"clusters", "batch_size", "image_size", "epochs", "small_cluster"} & {name for name, _, _ in chosen}
 
 
-def test_photos_are_seen_larger_and_take_a_stated_time_on_a_cpu():
+def test_photos_on_a_cpu_get_a_small_network_and_a_stated_time():
     config, _ = resolve(odc_small(), array(100, side=90), CPU)
-    assert (config.image_size, config.augmentation.crop_size) == (128, 96)
+    assert (config.backbone, config.image_size, config.augmentation.crop_size) == ("smallconv", 64, 48)
     assert config.minutes == 30
     assert config.epochs is None
+
+
+def test_a_backbone_for_photos_sees_them_larger():
+    config, _ = resolve(changed(odc_small(), backbone="resnet18"), array(100, side=90), CPU)
+    assert (config.image_size, config.augmentation.crop_size) == (128, 96)
+    assert config.minutes == 30
+    on_gpu, _ = resolve(odc_small(), array(100, side=90), torch.device("cuda"))
+    assert (on_gpu.backbone, on_gpu.image_size) == ("resnet50", 224)
 
 
 @pytest.mark.parametrize("count", [1, 3, 5])
