@@ -20,6 +20,9 @@ MOST_NUMBERS = 16
 CLOSE = 0.08
 """Share of a panel's height within which the numbers of two dots above one another would meet."""
 
+ROW = 0.055
+"""Share of a panel's height that a name at the end of a line takes."""
+
 Panel = Callable[["Axes"], None]
 Values = Sequence[float]
 
@@ -38,7 +41,7 @@ def draw_page(directory: Path, name: str, title: str, notes: Sequence[str], pane
             axes.grid(axis="y", linewidth=0.8)
             panel(axes)
             drawn.append((axes, 0.35 + LEGEND_ROW * legend(axes)))  # a panel, and the room above it
-        text = [line for note in notes if note for line in textwrap.wrap(note, 104)]
+        text = [line for note in notes if note for line in textwrap.wrap(note, 112)]
         top = 0.6 + 0.175 * len(text)
         height = top + sum(above + PANEL + BELOW for _, above in drawn)
         figure.set_size_inches(WIDTH, height)
@@ -130,6 +133,50 @@ def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Mapping[str, fl
     axes.set_xticks(range(len(groups)), groups)
     axes.set_ylabel(y_label)
     axes.margins(y=0.12)
+
+
+def profiles(axes: Axes, places: Sequence[str], lines: Mapping[str, Mapping[str, float]], y_label: str) -> None:
+    """A line per name over the places, with its name and last number at its end; untrained and labels dashed."""
+    from odcluster.evaluation.plots import MUTED, PALETTE
+
+    drawn = 0
+    ends: list[tuple[float, str, str]] = []
+    for name, values in lines.items():
+        at = [x for x, place in enumerate(places) if place in values]
+        heights = [values[places[x]] for x in at]
+        reference = name == "labels" or name.startswith("untrained")
+        colour = MUTED if reference else PALETTE[drawn % len(PALETTE)]
+        drawn += not reference
+        width = 2.2 if name.startswith("ODC") else 1.3
+        axes.plot(at, heights, "--" if reference else "-", color=colour, linewidth=width, marker="o", markersize=3)
+        ends.append((heights[-1], f"{name} {heights[-1]:.1f}", colour))
+    axes.set_xticks(range(len(places)), places)
+    last, room = len(places) - 1, len(places)
+    axes.set_xlim(-0.2, last + 0.3 * room)  # names stand in the room on the right
+    axes.set_ylabel(y_label)
+    low, high = axes.get_ylim()
+    names_at = apart(sorted(height for height, _, _ in ends), ROW * (high - low))
+    line = {"arrowstyle": "-", "linewidth": 0.5, "shrinkA": 1, "shrinkB": 3}
+    for y, (height, text, colour) in zip(names_at, sorted(ends), strict=True):
+        place, arrow = (last + 0.04 * room, y), {**line, "color": colour}
+        axes.annotate(text, (last, height), place, color=colour, fontsize=8, va="center", arrowprops=arrow)
+
+
+def apart(heights: Values, gap: float) -> list[float]:
+    """Heights, ascending, moved as little as it takes for neighbours to be `gap` apart."""
+    groups: list[list[float]] = []  # heights less the room below each: what would overlap gets one level
+    for number, height in enumerate(heights):
+        groups.append([height - number * gap])
+        while len(groups) > 1 and np.mean(groups[-2]) > np.mean(groups[-1]):
+            last = groups.pop()
+            groups[-1] += last
+    level = [float(np.mean(group)) for group in groups for _ in group]
+    return [place + number * gap for number, place in enumerate(level)]
+
+
+def of_seeds(seeds: Sequence[int]) -> str:
+    """What the numbers of a picture are."""
+    return f"seed {seeds[0]}" if len(seeds) == 1 else f"means over {len(seeds)} seeds"
 
 
 def legend(axes: Axes) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from odcluster.config import Config, changed
 from odcluster.recipes import recipe
-from odcluster.studies.drawing import bars, draw_page
+from odcluster.studies.drawing import bars, draw_page, of_seeds
 from odcluster.studies.plan import Found, Plan, Scale, Study, Training
 from odcluster.studies.settings import judge_voc, small_deepcluster, small_odc
 from odcluster.studies.systems import (
@@ -90,7 +90,7 @@ def draw(study: Study, summary: dict[str, Any], found: Found, directory: Path) -
         row: {start: float(np.mean(values)) for start, values in cells.items()} for row, cells in summary["mAP"].items()
     }
     groups = [NAMES[start] for start in STARTS]
-    notes = [f"paper: {study.paper}", summary["budget"], "VOC07 SVM, best layer; means over the seeds"]
+    notes = [f"paper: {study.paper}", summary["budget"], f"VOC07 SVM, best layer; {of_seeds(found.seeds)}"]
     title = "Fine-tuning without labels"
     return draw_page(directory, study.name, title, notes, [lambda axes: bars(axes, groups, series, "mAP, %")])
 

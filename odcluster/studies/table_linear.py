@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from odcluster.studies.drawing import bars, draw_page
+from odcluster.studies.drawing import draw_page, of_seeds, profiles
 from odcluster.studies.plan import Found, Images, Judgement, Plan, Scale, Study
 from odcluster.studies.settings import SMALL_IMAGES, chosen, judge_features
 from odcluster.studies.systems import NAMES, TINY, describe_budget, system_of, system_trainings
@@ -51,8 +51,8 @@ def draw(study: Study, summary: dict[str, Any], found: Found, directory: Path) -
     for data, rows in summary["top-1"].items():
         means = {row: {layer: float(np.mean(v)) for layer, v in cells.items()} for row, cells in rows.items()}
         layers = list(dict.fromkeys(layer for cells in means.values() for layer in cells))
-        panels.append(lambda axes, m=means, l=layers, d=data: bars(axes, l, m, f"top-1 on {d}, %"))
-    notes = [f"paper: {study.paper}", summary["budget"], "means over the seeds"]
+        panels.append(lambda axes, m=means, l=layers, d=data: profiles(axes, l, m, f"top-1 on {d}, %"))
+    notes = [f"paper: {study.paper}", summary["budget"], of_seeds(found.seeds)]
     return draw_page(directory, study.name, "Linear probes on every layer", notes, panels)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from odcluster.studies.drawing import bars, curves, draw_page
+from odcluster.studies.drawing import bars, draw_page, of_seeds, profiles
 from odcluster.studies.plan import Found, Plan, Scale, Study
 from odcluster.studies.settings import judge_voc
 from odcluster.studies.systems import NAMES, describe_budget, system_of, system_trainings
@@ -51,15 +51,15 @@ def draw(study: Study, summary: dict[str, Any], found: Found, directory: Path) -
     rows = summary["mAP"]
     names = {"svm": "all labels", "lowshot": "few labels"}
     series = {row: {names[task]: float(np.mean(cells[task])) for task in TASKS} for row, cells in rows.items()}
-    ticks = {float(np.log2(int(k))): k for cells in rows.values() for k in cells["per shot"][0]}
-    shots = {row: (list(ticks), list(cells["per shot"][0].values())) for row, cells in rows.items()}
+    shots = {row: cells["per shot"][0] for row, cells in rows.items()}
+    sizes = list(dict.fromkeys(size for cells in shots.values() for size in cells))
     notes = [
         f"paper: {study.paper}",
         summary["budget"],
-        "best layer of each; means over the seeds, curves of the first",
+        f"best layer of each; {of_seeds(found.seeds)}; curves of the first",
     ]
     panels = [lambda axes: bars(axes, list(names.values()), series, "mAP, %")]
-    panels.append(lambda axes: curves(axes, shots, "positive images per class", "mAP, %", ticks=ticks))
+    panels.append(lambda axes: profiles(axes, sizes, shots, "mAP with so many positive images per class, %"))
     return draw_page(directory, study.name, "VOC07 SVMs", notes, panels)
 
 
