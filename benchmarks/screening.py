@@ -58,7 +58,6 @@ class Trial:
     crop: int = 24
     late: float = 0.0  # the last share of the time has crops of 24 px
     small_crops: int = 0  # further views of 16 px of a small part of the image
-    small_weight: float = 0.25  # of each, beside the loss of three and more views
     swapped_clusters: int = 0  # each view learns the soft label of the other, by centroids whose sizes are balanced
     neighbours: int = 0  # one of the nearest rows of the samples memory is a positive too
     neck_layers: int = 2
@@ -100,14 +99,6 @@ TRIALS: dict[str, Trial] = {
     "muon 0.05, stronger colours": Trial(colour=1.75, **BEST),
     "muon 0.05, 64 images in four views": Trial(views=4, batch=64, **BEST),
     "muon 0.05, 32 images in eight views": Trial(views=8, batch=32, **BEST),
-    "muon 0.05, 48 images in four views and four crops of 16 px": Trial(views=4, small_crops=4, batch=48, **BEST),
-    "muon 0.05, 64 images in four views, 16 px, the last quarter 24 px": Trial(
-        views=4, batch=64, crop=16, late=0.25, **BEST
-    ),
-    "muon 0.05, 64 images in four views, temperature 0.1": Trial(views=4, batch=64, temperature=0.1, **BEST),
-    "muon 0.05, 64 images in four views, neck of 2,048": Trial(views=4, batch=64, hidden=2048, **BEST),
-    "muon 0.05, 64 images in four views, crops from 8 %": Trial(views=4, batch=64, smallest_crop=0.08, **BEST),
-    "muon 0.05, 128 images in four views": Trial(views=4, **BEST),
     "muon 0.05, batches of 256": Trial(batch=256, **BEST),
     "muon 0.05, batches of 64": Trial(batch=64, **BEST),
     "muon 0.05, weight decay 0.05": Trial(**{**BEST, "weight_decay": 0.05}),
@@ -196,10 +187,7 @@ def losses(network: Network, features: Tensor, size: int, ids: Tensor, memories:
     """Of the features [V B and small crops, D] of V views and small crops of B images."""
     views, small, own = features[: trial.views * size], features[trial.views * size :], torch.arange(2 * size)
     if trial.views > 2:
-        several = views.unflatten(0, (trial.views, size))
-        mean = F.normalize(several.sum(dim=0), dim=1)
-        loss = told_by_the_others(several, trial)
-        return loss + sum(told_apart(crop, mean, own[:size], trial) for crop in small.split(size)) * trial.small_weight
+        return told_by_the_others(views.unflatten(0, (trial.views, size)), trial)
     if trial.loss == "swav":
         return network.swav(list(network.prototypes(views).chunk(2)), [])
     loss = told_apart(views, views, (own + size) % (2 * size), trial, torch.eye(2 * size, dtype=torch.bool))
@@ -266,9 +254,8 @@ def train(trial: Trial, images: np.ndarray, seconds: float, start: Path | None =
         ids, size = torch.from_numpy(chosen), 24 if progress > 1 - trial.late else trial.crop
         groups = [torch.cat([seen(chosen, epoch, view, size, whole) for view in range(trial.views)])]
         if trial.small_crops:
-            groups += [
-                torch.cat([seen(chosen, epoch, trial.views + view, 16, part) for view in range(trial.small_crops)])
-            ]
+            numbers = range(trial.views, trial.views + trial.small_crops)
+            groups += [torch.cat([seen(chosen, epoch, view, 16, part) for view in numbers])]
         fall = 1 - progress if trial.straight else (1 + math.cos(math.pi * progress)) / 2
         for group in optimiser.param_groups:
             group["lr"] = trial.lr * min(1.0, progress / WARM) * fall
@@ -280,9 +267,8 @@ def train(trial: Trial, images: np.ndarray, seconds: float, start: Path | None =
         loss.backward()
         optimiser.step()
         with torch.no_grad():
-            memories.update(
-                ids, features[: trial.views * len(chosen)].unflatten(0, (trial.views, -1)).mean(dim=0), step
-            )
+            views = features[: trial.views * len(chosen)].unflatten(0, (trial.views, -1))
+            memories.update(ids, views.mean(dim=0), step)
         step += 1
     return network.backbone.eval(), step
 
