@@ -80,6 +80,9 @@ class Clustering:
     """k: recorded centroids are refreshed every k iterations."""
     small_cluster: int | None = 20
     """A cluster with at most this many members is small: it is dissolved and the largest cluster is split."""
+    one_pass: bool = False
+    """Handle each small cluster once per iteration, and leave what is small after that; not until none is small. So
+    --small-cluster may be any size, as the paper's sweep has it; clusters may then stay small."""
     kmeans_iterations: int = 20
     """Lloyd iterations of the initial clustering."""
     kmeans_restarts: int = 1

@@ -2,7 +2,8 @@
 (section 3.2 of the paper).
 
 Promises: every repair ends, because each one leaves one small cluster fewer: a split never makes a half that is small.
-That needs room, N >= 2 (threshold + 1) C, which `check_room` asks for before any training.
+That needs room, N >= 2 (threshold + 1) C, which `check_room` asks for before any training. With `one_pass` the threshold
+may be any size: each cluster is repaired at most once per iteration, and halves may be small.
 """
 
 from __future__ import annotations
@@ -40,19 +41,31 @@ def check_room(num_samples: int, num_clusters: int, threshold: int) -> None:
 
 @torch.no_grad()
 def handle_small_clusters(
-    samples: SamplesMemory, memory: CentroidsMemory, threshold: int, *, seed: int, step: int
+    samples: SamplesMemory,
+    memory: CentroidsMemory,
+    threshold: int,
+    *,
+    seed: int,
+    step: int,
+    one_pass: bool = False,
 ) -> int:
     """Dissolve each cluster of at most `threshold` members, give its index to half of the largest; returns how many."""
-    handled = 0
+    handled: list[int] = []
     while bool((small := memory.counts <= threshold).any()):  # the one question to the device in an ordinary step
+        normal = ~small
+        if one_pass:
+            small[handled] = False
+            if not (bool(small.any()) and bool(normal.any())):
+                break
         cluster = int(small.nonzero()[0])
-        dissolve(cluster, samples, memory, normal=memory.counts > threshold)
+        dissolve(cluster, samples, memory, normal)
         largest = int(memory.counts.argmax())
-        first, second = uniforms(seed, Purpose.SPLIT, step, torch.tensor([cluster]).numpy(), 0, 2)[0]
-        split(largest, cluster, samples, memory, smallest_half=threshold + 1, draws=(first, second))
-        handled += 1
-        assert handled <= len(memory.counts), "repairs of small clusters did not end"
-    return handled
+        draws = uniforms(seed, Purpose.SPLIT, step, torch.tensor([cluster]).numpy(), 0, 2)[0]
+        smallest_half = 1 if one_pass else threshold + 1
+        split(largest, cluster, samples, memory, smallest_half=smallest_half, draws=(draws[0], draws[1]))
+        handled.append(cluster)
+        assert len(handled) <= len(memory.counts), "repairs of small clusters did not end"
+    return len(handled)
 
 
 def dissolve(cluster: int, samples: SamplesMemory, memory: CentroidsMemory, normal: Tensor) -> None:

@@ -134,7 +134,8 @@ class ODC(nn.Module):
         iterations = settings.kmeans_iterations
         if num_clusters > 1 and all_alike(rows, usable, self.ranks):
             raise DataError("all images give the same feature, so there is nothing to cluster; are they all identical?")
-        check_room(self.ranks.total(int(usable.sum())), num_clusters, self.small(num_clusters))
+        threshold = 0 if settings.one_pass else self.small(num_clusters)
+        check_room(self.ranks.total(int(usable.sum())), num_clusters, threshold)
         labels, _ = best_kmeans(
             rows,
             num_clusters,
@@ -234,8 +235,10 @@ class ODC(nn.Module):
         return m if self.fine_epochs == 0 or visits < 0 else min(m, 1 / (visits + 2))
 
     def handle_small_clusters(self, step: int) -> int:
-        threshold = self.small(len(self.centroids.counts))
-        return handle_small_clusters(self.samples, self.centroids, threshold, seed=self.config.seed, step=step + 1)
+        threshold, one_pass = self.small(len(self.centroids.counts)), self.config.clustering.one_pass
+        return handle_small_clusters(
+            self.samples, self.centroids, threshold, seed=self.config.seed, step=step + 1, one_pass=one_pass
+        )
 
     def small(self, num_clusters: int) -> int:
         """At most this many members make a cluster small; fine clusters are smaller to begin with."""

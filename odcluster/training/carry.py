@@ -80,7 +80,7 @@ def check_enough(memory: Mapping[str, Tensor], config: Config) -> None:
     if labels is None or counts is None or not bool(counts.any()):
         return
     num_images, fine = int((labels >= 0).sum()), len(counts) != config.clusters
-    threshold = config.clustering.small_cluster or 0
+    threshold = 0 if config.clustering.one_pass else config.clustering.small_cluster or 0
     threshold = min(threshold, len(labels) // len(counts) // 4) if fine else threshold
     if num_images < 2 * (threshold + 1) * len(counts):
         raise DataError(

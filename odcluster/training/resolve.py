@@ -122,7 +122,7 @@ def resolve_clusters(choices: Choices, source: Source) -> None:
         reason = f"a quarter of the {average:.0f} images per cluster, at most 20"
         choices.choose("small_cluster", min(20, int(average / 4)), reason)
     assert choices.config.clustering.small_cluster is not None
-    check_room(count, clusters, choices.config.clustering.small_cluster)
+    check_room(count, clusters, 0 if choices.config.clustering.one_pass else choices.config.clustering.small_cluster)
     warm_start = choices.config.warm_start
     if warm_start.fine_share > 0 and warm_start.fine_clusters is None:
         fine, reason = choose_fine_clusters(choices.config, count)

@@ -30,6 +30,31 @@ def test_every_repair_ends_with_no_small_cluster_however_skewed_the_start(seed):
     centroids.rebuild(samples)  # asserts the counts
 
 
+@pytest.mark.parametrize("threshold", [6, 10, 16, 199])
+def test_one_pass_ends_with_thresholds_that_have_no_room_and_empties_no_cluster(threshold):
+    samples, centroids = memories(torch.randn(200, 5), torch.arange(200) ** 2 % 199 % 20, 20)
+    sizes = torch.bincount(samples.labels, minlength=20)
+    handled = handle_small_clusters(samples, centroids, threshold, seed=0, step=3, one_pass=True)
+    if int(sizes.max()) > threshold:
+        assert int((sizes <= threshold).sum()) <= handled <= 20
+        assert not torch.equal(torch.bincount(samples.labels, minlength=20), sizes)
+    else:
+        assert handled == 0, "without a normal cluster there is nowhere to go"
+    assert int(centroids.counts.min()) > 0
+    assert torch.equal(torch.bincount(samples.labels, minlength=20), centroids.counts)
+    sums = centroids.sums.clone()
+    centroids.rebuild(samples)
+    torch.testing.assert_close(sums, centroids.sums)
+
+
+def test_one_pass_repairs_a_lone_small_cluster_and_leaves_nothing_else_to_do():
+    rows = torch.cat([torch.randn(40, 3) * 0.1, torch.randn(40, 3) * 0.1 + 9, torch.randn(40, 3) * 0.1 - 9])
+    labels = torch.tensor([0] * 80 + [1] * 37 + [2] * 3)
+    samples, centroids = memories(rows, labels, 3)
+    assert handle_small_clusters(samples, centroids, 5, seed=0, step=0, one_pass=True) == 1
+    assert centroids.counts.tolist() == [40, 40, 40]
+
+
 def test_identical_rows_can_be_split_and_repairs_end():
     samples, centroids = memories(torch.ones(64, 3), torch.tensor([0] * 61 + [1, 2, 3]), 4)
     handle_small_clusters(samples, centroids, 7, seed=0, step=0)

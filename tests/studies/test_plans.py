@@ -64,7 +64,8 @@ def test_a_plan_can_be_trained(study, scale, plan):
         assert config.epochs
         assert config.minutes is None, "a budget in minutes is another one on every machine"
         if config.method == "odc" and config.clusters and config.clustering.small_cluster is not None:
-            check_room(training.images.count, config.clusters, config.clustering.small_cluster)
+            threshold = 0 if config.clustering.one_pass else config.clustering.small_cluster
+            check_room(training.images.count, config.clusters, threshold)
 
 
 @pytest.mark.parametrize("study", STUDIES.values(), ids=lambda study: study.name)
@@ -119,11 +120,17 @@ def test_paper_scale_has_the_papers_settings():
 
 
 def test_a_sweep_changes_one_option():
-    for name, option in (("update-interval", "update_interval"), ("small-clusters", "small_cluster")):
+    for name, option, count in (("update-interval", "update_interval", 6), ("small-clusters", "small_cluster", 8)):
         plan = STUDIES[name].plan("small", (0,))
         values = [getattr(training.config.clustering, option) for training in plan.trainings]
-        assert len(set(values)) == len(values) == 6
-        assert len({fingerprint(changed(training.config, **{option: 1})) for training in plan.trainings}) == 1
+        assert len(set(values)) == len(values) == count
+        alike = {option: 1, "one_pass": False}
+        assert len({fingerprint(changed(training.config, **alike)) for training in plan.trainings}) == 1
+
+
+def test_only_thresholds_without_room_are_handled_in_one_pass():
+    trainings = STUDIES["small-clusters"].plan("small", (0,)).trainings
+    assert [t.config.clustering.small_cluster for t in trainings if t.config.clustering.one_pass] == [100, 160]
 
 
 def test_methods_of_a_table_have_the_same_compute():

@@ -89,9 +89,9 @@ def test_findings_say_what_they_are_about(study_data, shared_out):
     assert len(deepcluster["nmi with the epoch before"]) == 1  # two epochs have one before
     assert set(odc["scores"]) == {"linear, conv5", "20 neighbours"}
     sweep = run("small-clusters", study_data, shared_out)["findings"]
-    assert sweep["values"] == [0, 5, 10, 20, 35, 49]
+    assert sweep["values"] == [0, 5, 10, 20, 35, 49, 100, 160]
     assert all(len(per_seed) == 1 for per_seed in sweep["scores"]["linear, conv5"])
-    assert "--small-cluster" in sweep["refused"]["160"]
+    assert sweep["in one pass"] == [100, 160]
 
 
 def test_what_is_done_is_never_done_again(study_data, shared_out, monkeypatch):

@@ -197,10 +197,13 @@ def test_values_that_make_no_sense_are_refused_with_the_range(option, value, say
     assert option.replace("_", "-") in str(refusal.value)
 
 
+SWITCHES = {"final_relu", "final_pass", "one_pass", "sobel", "compile", "deterministic"}
+
+
 def test_every_number_has_its_bounds():
     numbers = {name for name, value in flat(odc_small()).items() if isinstance(value, float | int | tuple)}
     numbers |= {"clusters", "epochs", "max_steps", "minutes", "batch_size", "image_size", "workers", "crop_size"}
-    assert numbers - set(BOUNDS) <= {"seed", "final_relu", "final_pass", "sobel", "compile", "deterministic"}
+    assert numbers - set(BOUNDS) <= {"seed", *SWITCHES}
 
 
 def test_a_run_of_the_first_version_opens_and_has_the_same_fingerprint():
