@@ -40,7 +40,7 @@ from odcluster.training.carry import as_of, forget_old_changes
 from odcluster.training.console import Console, duration
 from odcluster.training.devices import StopFlag, choose_device
 from odcluster.training.resolve import describe, describe_warm_start, resolve, without_effect
-from odcluster.training.run import Run, RunLock, check_free, create_run, last_launch, open_run
+from odcluster.training.run import Run, check_free, create_run, last_launch, open_run, run_lock
 from odcluster.training.survey import extract
 from odcluster.training.trainer import Trainer
 
@@ -162,7 +162,7 @@ def describe_plan(config: Config, method: Method, num_samples: int, path: Path) 
 @contextmanager
 def locked(run: Run, ranks: Ranks) -> Iterator[None]:
     """Rank 0 holds the lock of the run for all."""
-    lock = RunLock(run)
+    lock = run_lock(run)
     ranks.first(lambda: lock.__enter__() is lock)
     try:
         yield

@@ -264,6 +264,9 @@ def reproduce_verb(given: list[str]) -> None:
     """A table or figure of the paper: runs or resumes the trainings it needs, judges them, draws it.
 
     `odcluster reproduce --list` says what there is, what each needs and how long it takes.
+
+    The same command in a second terminal shares the work: each process takes parts that no other is at. On two cores,
+    two with OMP_NUM_THREADS=1 are faster than one with both.
     """
     if "--list" in given or not given:
         from odcluster.studies.catalogue import listing

@@ -13,6 +13,14 @@ class DataError(UserError):
     exit_code = 3
 
 
+class InUse(DataError):
+    """Another process works on this folder."""
+
+    def __init__(self, folder: object, holder: str) -> None:
+        super().__init__(f"{folder} is in use by another process ({holder}); wait for it or stop it")
+        self.holder = holder
+
+
 class Diverged(UserError):
     """Training produced non-finite numbers several times in a row (exit code 4)."""
 

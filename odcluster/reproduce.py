@@ -2,11 +2,13 @@
 
     OUT/parts/NAME/       a run, or the results of one judgement;  OUT/parts/NAME.json  whether it is done, and how long
     OUT/subsets/          which images were chosen, where not all are used
+    OUT/locks/            held by the processes that work here; may be deleted when none does
     OUT/STUDY/            results.json and the picture
 
 Promises: a part that is done is never done again, also not by another study in the same OUT; a study that was stopped
-or killed goes on with the same command, inside the part where it was; a part made with other settings is refused, not
-mixed in.
+or killed goes on with the same command, inside the part where it was; a part made with other settings is refused before
+anything is done, not mixed in. Several processes may be given the same command, or other studies in the same OUT: each
+takes parts that none of the others is at, and what a killed one leaves behind is taken over.
 """
 
 from __future__ import annotations
@@ -18,9 +20,8 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from odcluster import api
 from odcluster.config import Config, changed, fingerprint
 from odcluster.data.sources import Source, open_source
 from odcluster.data.subsets import write_subset
-from odcluster.errors import DataError, Interrupted, UserError
+from odcluster.errors import DataError, Interrupted, InUse, UserError
 from odcluster.evaluation.results import Result, json_text, library_versions, read_results
 from odcluster.judge import evaluate
 from odcluster.recipes import recipe
@@ -38,13 +39,16 @@ from odcluster.studies.catalogue import STUDIES, hours
 from odcluster.studies.places import Place, find_places
 from odcluster.studies.plan import DataName, Found, Images, Judgement, Plan, Study, Trained, Training
 from odcluster.training.console import Console, duration
+from odcluster.training.devices import StopFlag
 from odcluster.training.metrics import read_metrics
 from odcluster.training.resolve import flat
-from odcluster.training.run import RunLock, write_atomically
+from odcluster.training.run import FileLock, write_atomically
 from odcluster.verbs import Reproduction
 
 GUESSED_MINUTES = 60.0
 """Of a part that no estimate is known of, to weigh it against the others."""
+LOOK_SECONDS = 2.0
+"""How often a process that waits for others looks what they have done."""
 
 
 def reproduce(name: str, *, command: str = "", quiet: bool = False, **options: Any) -> Path:
@@ -61,12 +65,14 @@ def reproduce(name: str, *, command: str = "", quiet: bool = False, **options: A
         print(describe(study, plan, given, seeds))
         return Path(given.out or f"reproductions/{given.scale}")
     out = Path(given.out or f"reproductions/{given.scale}")
-    for folder in ("parts", "subsets"):
+    for folder in ("parts", "subsets", "locks"):
         (out / folder).mkdir(parents=True, exist_ok=True)
-    with StudyLock(out):
-        places = find_places(plan.needs(), given, out)
-        worker = Worker(out, places, given, Overview(plan, quiet))
-        found = worker.carry_out(study, plan, seeds)
+    console = Overview(plan, quiet)
+    with Turn(out, console):
+        worker = Worker(out, find_places(plan.needs(), given, out), given, console)
+        worker.prepare(plan)
+    found = worker.carry_out(study, plan, seeds)
+    with Turn(out, console):
         return write_up(study, found, worker, given, command)
 
 
@@ -78,12 +84,25 @@ def find_study(name: str) -> Study:
     return STUDIES[name]
 
 
-class StudyLock(RunLock):
-    """One process at a time works on a folder of studies."""
+class Turn(FileLock):
+    """Unpacking, choosing images and writing up are done by one process at a time; the others wait for their turn."""
 
-    def __init__(self, out: Path) -> None:
-        self._path = out / "lock"
-        self._descriptor = None
+    def __init__(self, out: Path, console: Console) -> None:
+        super().__init__(out / "locks" / "turn")
+        self._console = console
+
+    def __enter__(self) -> FileLock:
+        told = False
+        with StopFlag() as stop:
+            while True:
+                try:
+                    return super().__enter__()
+                except InUse as error:
+                    if not told:
+                        self._console.say(f"waiting for another process ({error.holder})")
+                    told = True
+                    time.sleep(LOOK_SECONDS)
+                    stop.poll()
 
 
 class Overview(Console):
@@ -92,27 +111,33 @@ class Overview(Console):
     def __init__(self, plan: Plan, quiet: bool) -> None:
         super().__init__(quiet=quiet)
         self._weights = {part.name: part.minutes() or GUESSED_MINUTES for part in plan.parts()}
-        self._done = 0.0  # weight of the parts that are behind us
+        self._numbers = {name: number for number, name in enumerate(self._weights, 1)}
         self._number = 0
-        self._began: float | None = None  # when the first part that was not done yet began
-        self._worked = 0.0  # weight of the parts that were done since then
+        self._done = 0.0  # weight of the parts that are done, by whomever
+        self._began: float | None = None  # when this process began its first part
+        self._found = 0.0  # weight of the parts that had been done by then
+        self._awaited = 0  # parts that other processes were last said to have in hand
 
     def begin(self, name: str) -> None:
-        self._number += 1
+        self._number = self._numbers[name]
         self._log_path, self._early = None, []  # what is said from here on belongs to this part's log
-        self._began = self._began or time.monotonic()
+        if self._began is None:
+            self._began, self._found = time.monotonic(), self._done
         total, left = sum(self._weights.values()), ""
-        if self._worked:
-            seconds = (time.monotonic() - self._began) / self._worked * (total - self._done)
+        if self._done > self._found:
+            seconds = (time.monotonic() - self._began) / (self._done - self._found) * (total - self._done)
             left = f", about {duration(seconds)} left"
         share = f"{self._done / total:.0%} of the study done{left}"
         self.say(f"part {self._number} of {len(self._weights)}: {name} ({share})", style="bold")
 
-    def end(self, name: str, *, worked: bool) -> None:
-        """A part is behind us; one that had been done before says nothing about the speed."""
-        self._number += not worked
+    def await_others(self, name: str, count: int) -> None:
+        if count != self._awaited:
+            self.say(f"waiting for other processes: {count} parts left, the first is {name}")
+        self._awaited = count
+
+    def end(self, name: str) -> None:
+        """A part is done, by this process or by another."""
         self._done += self._weights[name]
-        self._worked += self._weights[name] if worked else 0
 
     def progress(self, activity: str, done: int, total: int, detail: str = "") -> None:
         super().progress(f"part {self._number}/{len(self._weights)} · {activity}", done, total, detail)
@@ -129,56 +154,90 @@ class Worker:
 
     def __post_init__(self) -> None:
         self.sources: dict[str, tuple[str, Source]] = {}
-        self.keys: dict[str, str] = {}  # of trainings: hash of everything that decides about them
+        self.keys: dict[str, str] = {}  # of parts: hash of everything that decides about them
+
+    def prepare(self, plan: Plan) -> None:
+        """Choose the images, and see that what is there from before is what the study wants."""
+        for training in plan.trainings:
+            self.keys[training.name] = self.training_key(training)
+        for judgement in plan.judgements:
+            self.keys[judgement.name] = self.judgement_key(judgement)
+        for part in plan.parts():
+            self.state(part.name)
 
     def carry_out(self, study: Study, plan: Plan, seeds: tuple[int, ...]) -> Found:
+        """Do every part, or see it done by other processes."""
         self.console.say(f"{study.name}: {study.shows}", style="bold")
         self.console.say(f"{plan.budget}; {len(plan.trainings)} trainings, {hours(plan)} on two idle cores")
-        trained, results = {}, {}
+        left = plan.parts()
+        with StopFlag() as stop:
+            while left:
+                before = left
+                left = [part for part in before if not self.settle(part, stop)]
+                stop.poll()
+                if len(left) == len(before):  # all are others' work, or need what others are at
+                    self.console.await_others(left[0].name, len(left))
+                    time.sleep(LOOK_SECONDS)
+        trained = {}
         for training in plan.trainings:
-            self.part(training.name, self.training_key(training), partial(self.train, training))
             path, (_, source) = self.path(training.name), self.images(training.images)
             trained[training.name] = Trained(path, read_metrics(path / "metrics.jsonl"), source)
-        for judgement in plan.judgements:
-            key = self.judgement_key(judgement)
-            self.part(judgement.name, key, partial(self.judge, judgement))
-            results[judgement.name] = self.result(judgement)
+        results = {judgement.name: self.result(judgement) for judgement in plan.judgements}
         return Found(plan, self.given.scale, seeds, trained, results)
 
     def path(self, name: str) -> Path:
         return self.out / "parts" / name
 
-    def part(self, name: str, key: str, work: Callable[[Path], object]) -> None:
-        """Do it unless it is done; keep account of the time, also over stops."""
-        record, path = self.path(f"{name}.json"), self.path(name)
-        state: dict[str, Any] = {"key": key, "seconds": 0.0, "done": False}
-        if record.exists():
-            state = json.loads(record.read_text())
-        if state["key"] != key:
+    def state(self, name: str) -> dict[str, Any]:
+        """What is known of a part."""
+        record = self.path(f"{name}.json")
+        if not record.exists():
+            return {"key": self.keys[name], "seconds": 0.0, "done": False}
+        state: dict[str, Any] = json.loads(record.read_text())
+        if state["key"] != self.keys[name]:
             raise DataError(
-                f"{path} was made with other settings or images than this study has now; choose another --out, or "
-                f"remove it and {record.name}"
+                f"{self.path(name)} was made with other settings or images than this study has now; choose another "
+                f"--out, or remove it and {record.name}"
             )
-        if not state["done"]:
-            self.console.begin(name)
-            write_atomically(record, json.dumps(state))
-            began = time.monotonic()
+        return state
+
+    def done(self, name: str) -> bool:
+        return bool(self.state(name)["done"])
+
+    def settle(self, part: Training | Judgement, stop: StopFlag) -> bool:
+        """Whether a part is done, if need be by doing it; not if another process is at it or at what it needs."""
+        stop.poll()
+        if not self.done(part.name):
+            needed = part.start if isinstance(part, Training) else None if part.untrained else part.subject
+            if needed is not None and not self.done(needed):
+                return False
             try:
-                work(path)
-                state["done"] = True
-            except Interrupted as stopped:
-                raise Interrupted(
-                    f"stopped in {name}, everything saved: the same command goes on from here"
-                ) from stopped
-            except UserError as error:
-                again = "what is done is kept: mend that and repeat the command"
-                raise type(error)(f"part {name} failed: {error} ({again})") from error
-            finally:
-                state["seconds"] += time.monotonic() - began
-                write_atomically(record, json.dumps(state))
-            self.console.end(name, worked=True)
-        else:
-            self.console.end(name, worked=False)
+                with FileLock(self.out / "locks" / part.name):
+                    if not self.done(part.name):  # another process may have ended it a moment ago
+                        self.do(part)
+            except InUse:
+                return False
+        self.console.end(part.name)
+        return True
+
+    def do(self, part: Training | Judgement) -> None:
+        """Do it, or go on with it; keep account of the time, also over stops."""
+        name, path = part.name, self.path(part.name)
+        record, state = self.path(f"{name}.json"), self.state(name)
+        self.console.begin(name)
+        write_atomically(record, json.dumps(state))
+        began = time.monotonic()
+        try:
+            self.train(part, path) if isinstance(part, Training) else self.judge(part, path)
+            state["done"] = True
+        except Interrupted as stopped:
+            raise Interrupted(f"stopped in {name}, everything saved: the same command goes on from here") from stopped
+        except UserError as error:
+            again = "what is done is kept: mend that and repeat the command"
+            raise type(error)(f"part {name} failed: {error} ({again})") from error
+        finally:
+            state["seconds"] += time.monotonic() - began
+            write_atomically(record, json.dumps(state))
 
     def minutes(self, name: str) -> float:
         return float(json.loads(self.path(f"{name}.json").read_text())["seconds"]) / 60
@@ -208,8 +267,7 @@ class Worker:
         start = self.keys[training.start] if training.start else ""
         source = self.images(training.images)[1]
         parts = [fingerprint(training.config), source.manifest.fingerprint(), start]
-        self.keys[training.name] = hashlib.sha256(" ".join(parts).encode()).hexdigest()
-        return self.keys[training.name]
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def train(self, training: Training, path: Path) -> None:
         if (path / "config.json").exists():

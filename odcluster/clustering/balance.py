@@ -2,8 +2,8 @@
 (section 3.2 of the paper).
 
 Promises: every repair ends, because each one leaves one small cluster fewer: a split never makes a half that is small.
-That needs room, N >= 2 (threshold + 1) C, which `check_room` asks for before any training. With `one_pass` the threshold
-may be any size: each cluster is repaired at most once per iteration, and halves may be small.
+That needs room, N >= 2 (threshold + 1) C, which `check_room` asks for before any training. With `one_pass` the
+threshold may be any size: each cluster is repaired at most once per iteration, and halves may be small.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from odcluster.evaluation.store import FeatureStore, Ids, Progress
 from odcluster.models.backbones import Backbone
 from odcluster.models.sobel import Sobel
 from odcluster.ranks import SINGLE, Ranks
-from odcluster.training.run import Run, RunLock
+from odcluster.training.run import Run, run_lock
 from odcluster.training.survey import to_network
 
 VECTOR = "features"
@@ -193,7 +193,7 @@ def extract_features(
         _make_folder(directory)
 
         def fill(part: FeatureStore) -> None:
-            with RunLock(Run(part.directory)), part:
+            with run_lock(Run(part.directory)), part:
                 part.open(progress)
                 if part.done < len(part.ids):
                     with evaluation_loader(source, backbone, workers, device) as loader:
@@ -222,7 +222,7 @@ def _fill_together(
     """
 
     def stored() -> int:
-        with RunLock(Run(store.directory)), store:
+        with run_lock(Run(store.directory)), store:
             store.open(progress)
         return store.done
 
@@ -238,7 +238,7 @@ def _fill_together(
         fill(parts[ranks.rank])
     ranks.meet()
     if ranks.is_first and len(missing):
-        with RunLock(Run(store.directory)), store:
+        with run_lock(Run(store.directory)), store:
             store.open(progress)
             for part in parts:
                 if len(part.ids):

@@ -47,6 +47,7 @@ def listing() -> str:
         ]
     lines += [
         "Studies in one --out share their trainings; those of table-linear, table-voc and clusters are the same.",
+        "The same command in a second terminal shares the work: each process takes parts that no other is at.",
         "--scale paper wants --imagenet, --places or --voc and GPUs (the authors used 8).",
         "odcluster reproduce NAME --dry-run prints every part with its settings.",
     ]

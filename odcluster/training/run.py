@@ -22,7 +22,7 @@ from pathlib import Path
 from odcluster.config import Config, from_json, to_json
 from odcluster.data.names import guard
 from odcluster.data.sources import Manifest
-from odcluster.errors import DataError, UserError
+from odcluster.errors import DataError, InUse, UserError
 from odcluster.training import checkpoint
 from odcluster.training.checkpoint import write_flushed
 
@@ -114,14 +114,14 @@ def open_run(path: Path, *, settled: bool = True) -> Run:
     return run
 
 
-class RunLock:
-    """Held while a process writes to a run. The operating system drops it with the process, so it is never stale."""
+class FileLock:
+    """Held while a process writes to a folder. The operating system drops it with the process, so it is never stale."""
 
-    def __init__(self, run: Run) -> None:
-        self._path = run.path / "lock"
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._descriptor: int | None = None
 
-    def __enter__(self) -> RunLock:
+    def __enter__(self) -> FileLock:
         try:
             import fcntl
         except ImportError:  # Windows has no such locks
@@ -138,9 +138,7 @@ class RunLock:
         except OSError as error:
             holder = os.read(self._descriptor, 4096).decode(errors="replace").strip()
             os.close(self._descriptor)
-            raise DataError(
-                f"{self._path.parent} is in use by another process ({holder or 'unknown'}); wait for it or stop it"
-            ) from error
+            raise InUse(self._path.parent, holder or "unknown") from error
         os.truncate(self._descriptor, 0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         os.write(
@@ -155,6 +153,11 @@ class RunLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def run_lock(run: Run) -> FileLock:
+    """Held while a process trains a run, or fills a folder that is used like one."""
+    return FileLock(run.path / "lock")
 
 
 def launch_name() -> str | None:

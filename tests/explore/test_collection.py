@@ -27,7 +27,7 @@ from odcluster.explore.features import read_memory
 from odcluster.explore.history import MOST_POINTS, History
 from odcluster.training import checkpoint, trainer
 from odcluster.training.metrics import read_metrics
-from odcluster.training.run import Run, RunLock, open_run
+from odcluster.training.run import Run, open_run, run_lock
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +344,7 @@ def test_asking_for_the_lock_does_not_take_it(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     run = Run(tmp_path / "run")
     assert not is_locked(run)
-    with RunLock(run):
+    with run_lock(run):
         pass
     code = "import fcntl, sys; file = open(sys.argv[1], 'r+b'); fcntl.lockf(file, fcntl.LOCK_EX)\n"
     code += "print('held', flush=True); sys.stdin.read()"
@@ -354,7 +354,7 @@ def test_asking_for_the_lock_does_not_take_it(tmp_path: Path) -> None:
         assert is_locked(run) == (sys.platform == "linux")
         process.stdin.close()
     assert not is_locked(run)
-    with RunLock(run):
+    with run_lock(run):
         pass
 
 

@@ -19,10 +19,12 @@ from tiny_studies import make_study_data, shrunk
 from odcluster import api, cli
 from odcluster.errors import DataError, Interrupted, UserError
 from odcluster.evaluation import svm_tasks
-from odcluster.reproduce import StudyLock, Worker, reproduce
+from odcluster.reproduce import Turn, Worker, reproduce
 from odcluster.studies.catalogue import STUDIES
 from odcluster.studies.places import find_places
+from odcluster.training.console import Console
 from odcluster.training.devices import StopFlag
+from odcluster.training.run import FileLock
 from odcluster.training.trainer import Trainer
 from odcluster.verbs import Reproduction
 
@@ -222,19 +224,90 @@ def test_mistakes_get_one_sentence(code, words, says, capsys, study_data, tmp_pa
     assert "Traceback" not in errors
 
 
-def test_two_processes_do_not_work_in_one_folder(study_data, tmp_path):
+def test_several_processes_share_the_work_and_do_nothing_twice(study_data, tmp_path):
+    """Three beside each other, one of them killed in the middle of a part, which another takes over."""
+    out = tmp_path / "shared"
+
+    def work() -> None:
+        train, judge = Worker.train, Worker.judge
+
+        def noted(original):
+            def do(self, part, path):
+                original(self, part, path)
+                with (tmp_path / "done.txt").open("a") as file:  # one write, so lines stay whole
+                    file.write(f"{os.getpid()} {part.name}\n")
+
+            return do
+
+        Worker.train, Worker.judge = noted(train), noted(judge)
+        run("reweighting", study_data, out, seeds=(0, 1))
+
+    def die() -> None:
+        def kill(self, raw, epoch):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Trainer._train_step = kill
+        run("reweighting", study_data, out, seeds=(0, 1))
+
+    dying = Child(die, tmp_path / "dying.txt")
+    both = [Child(work, tmp_path / f"said{i}.txt") for i in range(2)]
+    assert dying.wait() == -signal.SIGKILL
+    for child in both:
+        assert child.wait() == 0, child.said()
+    lines = [line.split() for line in (tmp_path / "done.txt").read_text().splitlines()]
+    parts = [part.name for part in STUDIES["reweighting"].plan("small", (0, 1)).parts()]
+    assert sorted(name for _, name in lines) == sorted(parts)
+    assert len({pid for pid, _ in lines}) == 2, "one process did it all"
+    shared = json.loads((out / "reweighting" / "results.json").read_text())
+    alone = run("reweighting", study_data, tmp_path / "alone", seeds=(0, 1))
+    assert shared["findings"] == alone["findings"]
+
+
+def test_a_part_that_another_process_is_at_is_waited_for(study_data, tmp_path):
+    """Also at the end, when nothing else is left; a wish to stop is heard meanwhile."""
+    part = "small-deepcluster-base-s0"
+
     def hold() -> None:
-        with StudyLock(tmp_path):
+        with FileLock(tmp_path / "locks" / part):
             print("held", flush=True)
             time.sleep(60)
 
-    held = Child(hold, tmp_path / "said.txt")
+    (tmp_path / "locks").mkdir()
+    holding = Child(hold, tmp_path / "holding.txt")
     try:
-        held.wait_until(lambda: "held" in held.said())
-        with pytest.raises(DataError, match="in use by another process"):
-            run("clusters", study_data, tmp_path)
+        holding.wait_until(lambda: "held" in holding.said())
+        waiting = Child(lambda: reproduce_loudly(study_data, tmp_path), tmp_path / "said.txt")
+        waiting.wait_until(lambda: "waiting for other processes: 3 parts left" in waiting.said())
+        assert part in waiting.said()
+        waiting.send(signal.SIGTERM)
+        assert waiting.wait() == 75
     finally:
-        held.end()
+        holding.end()
+
+
+def reproduce_loudly(data: Path, out: Path) -> None:
+    reproduce("reweighting", data=str(data), out=str(out), workers=0, seeds=(0,))
+
+
+def test_turns_are_taken(tmp_path):
+    (tmp_path / "locks").mkdir()
+
+    def hold() -> None:
+        with FileLock(tmp_path / "locks" / "turn"):
+            print("held", flush=True)
+            time.sleep(1)
+
+    def wait() -> None:
+        with Turn(tmp_path, Console()):
+            print("my turn", flush=True)
+
+    holding = Child(hold, tmp_path / "holding.txt")
+    holding.wait_until(lambda: "held" in holding.said())
+    waiting = Child(wait, tmp_path / "said.txt")
+    waiting.wait_until(lambda: "waiting for another process" in waiting.said())
+    assert "my turn" not in waiting.said()
+    assert (holding.wait(), waiting.wait()) == (0, 0)
+    assert "my turn" in waiting.said()
 
 
 def test_list_and_dry_run_teach_without_any_data(capsys):

@@ -179,23 +179,23 @@ def test_handlers_are_restored_and_other_threads_may_train():
 
 
 def test_a_second_process_is_refused(image_folder, tmp_path):
-    from odcluster.training.run import RunLock, open_run
+    from odcluster.training.run import open_run, run_lock
 
     run = odcluster.train(image_folder, out=tmp_path / "run", quiet=True, **TINY)
 
     def hold() -> None:
-        with RunLock(open_run(run)):
+        with run_lock(open_run(run)):
             print("held", flush=True)
             time.sleep(60)
 
     child = Child(hold, tmp_path / "said.txt")
     try:
         child.wait_until(lambda: "held" in child.said())
-        with pytest.raises(DataError, match=rf"in use by another process.*{child.pid}"), RunLock(open_run(run)):
+        with pytest.raises(DataError, match=rf"in use by another process.*{child.pid}"), run_lock(open_run(run)):
             pass
     finally:
         child.end()
-    with RunLock(open_run(run)):  # dropped with its process
+    with run_lock(open_run(run)):  # dropped with its process
         pass
 
 
