@@ -18,7 +18,8 @@ from torch import nn
 
 from odcluster import renew
 from odcluster.build import build_backbone, build_loader, build_method, frozen_features
-from odcluster.config import Config, changed, from_json, to_json
+from odcluster.config import Config, changed
+from odcluster.config_file import from_json, to_json
 from odcluster.data.loading import Batches, Loader, RawBatch
 from odcluster.data.order import num_steps
 from odcluster.data.randomness import permutation

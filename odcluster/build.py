@@ -8,7 +8,8 @@ from typing import Any, Literal, cast
 
 import torch
 
-from odcluster.config import Config, features_fingerprint
+from odcluster.config import Config
+from odcluster.config_file import features_fingerprint
 from odcluster.data.loading import Cache, Loader
 from odcluster.data.randomness import Purpose
 from odcluster.data.sources import FileSource, Manifest, PackedSource, Source

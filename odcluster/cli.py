@@ -265,8 +265,8 @@ def reproduce_verb(given: list[str]) -> None:
 
     `odcluster reproduce --list` says what there is, what each needs and how long it takes.
 
-    The same command in a second terminal shares the work: each process takes parts that no other is at. On two cores,
-    two with OMP_NUM_THREADS=1 are faster than one with both.
+    The same command in a second terminal shares the work, on a GPU of its own or on another machine that sees --out:
+    each process takes parts that no other is at.
     """
     if "--list" in given or not given:
         from odcluster.studies.catalogue import listing

@@ -1,6 +1,6 @@
 """Every option of training once: the command line, the Python functions and config.json are made from these.
 
-The options of the other verbs are in verbs.py.
+The options of the other verbs are in verbs.py; config.json itself is written and read by config_file.py.
 
 A field that is None means "choose for me": `training.resolve` fills it in from the data and the device, prints the
 choice with its reason, and config.json then holds the whole answer, so that resuming needs nothing else.
@@ -9,8 +9,6 @@ choice with its reason, and config.json then holds the whole answer, so that res
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 import os
 import typing
@@ -340,7 +338,7 @@ def changed(config: Config, **values: Any) -> Config:
         kinds = typing.get_type_hints(Config if owner is None else GROUPS[owner])
         if name in GROUPS or name not in kinds:
             raise UserError(f"there is no option {name!r}{did_you_mean(name)}")
-        value = _checked(_plain(value), kinds[name], f"the option {name}")
+        value = checked(_plain(value), kinds[name], f"the option {name}")
         if owner is None:
             top[name] = value
         else:
@@ -385,93 +383,7 @@ def did_you_mean(name: str) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def to_json(config: Config) -> str:
-    return json.dumps(dataclasses.asdict(config), indent=1) + "\n"
-
-
-def decisive(config: Config) -> dict[str, Any]:
-    """Everything that decides what is learned: where the images lie and how the machine is used do not."""
-    running = Running(precision=config.running.precision)
-    kept = dataclasses.replace(config, data="", weights=None, workers=None, device="", running=running)
-    return json.loads(json.dumps(_without_later(dataclasses.asdict(kept), Config)))
-
-
-def fingerprint(config: Config) -> str:
-    """Hash of what is decisive."""
-    return hashlib.sha256((json.dumps(decisive(config), indent=1) + "\n").encode()).hexdigest()
-
-
-def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Options that differ between two decisive sets, in words."""
-    found = []
-    for name in sorted({*before, *now}):
-        old, new = before.get(name), now.get(name)
-        if name in GROUPS:
-            found += differences(old or {}, new or {})
-        elif old != new:
-            found.append(f"{name} was {old} and is {new}")
-    return found
-
-
-def features_fingerprint(config: Config) -> str:
-    """Hash of what decides the features of a frozen backbone: not how long or how one learns from them."""
-    usual = Config(
-        recipe=config.recipe,
-        method=config.method,
-        backbone=config.backbone,
-        image_size=config.image_size,
-        seed=config.seed,
-        augmentation=config.augmentation,
-        fine_tuning=config.fine_tuning,
-        running=config.running,
-    )
-    return fingerprint(usual)
-
-
-def from_json(text: str) -> Config:
-    """The inverse of to_json; a key that is unknown, missing or of the wrong type is refused by name."""
-    try:
-        values = json.loads(text)
-    except ValueError as error:
-        raise UserError(f"config.json is not JSON ({error})") from error
-    return _build(Config, values, "config.json")
-
-
-LATER = {"companions", "algorithm", "neighbours", "final_pass", "kmeans_restarts", "fine_share", "fine_clusters"}
-LATER |= {"frozen", "cached_views"}
-"""Options that runs of the first version do not have. Their defaults are what those runs did, so that such a run can be
-opened and resumed: a default of these has no part in the fingerprint either."""
-
-
-def _without_later(values: Any, cls: Any) -> dict[str, Any]:
-    """The values of a configuration without later options that are at their default."""
-    usual, kept = dataclasses.asdict(cls()), {}
-    for name, value in values.items():
-        if name in LATER and value == usual[name]:
-            continue
-        kept[name] = _without_later(value, GROUPS[name]) if name in GROUPS else value
-    return kept
-
-
-def _build(cls: Any, values: Any, where: str) -> Any:
-    types = typing.get_type_hints(cls)
-    if not isinstance(values, dict):
-        raise UserError(f"{where} must be an object, not {type(values).__name__}")
-    names = {f.name for f in dataclasses.fields(cls)}
-    if unknown := sorted(set(values) - names):
-        raise UserError(f"{where} has unknown keys: {', '.join(unknown)}")
-    if missing := sorted(names - set(values) - LATER):
-        raise UserError(f"{where} lacks the keys: {', '.join(missing)}")
-    built = {}
-    for name, value in values.items():
-        if dataclasses.is_dataclass(types[name]):
-            built[name] = _build(types[name], value, f"{where}: {name}")
-        else:
-            built[name] = _checked(value, types[name], f"{where}: {name}")
-    return cls(**built)
-
-
-def _checked(value: Any, expected: Any, where: str) -> Any:
+def checked(value: Any, expected: Any, where: str) -> Any:
     """The value if it is of the annotated type (JSON lists become tuples, whole numbers pass as floats)."""
     origin, arguments = typing.get_origin(expected), typing.get_args(expected)
     if origin is Literal:
@@ -479,11 +391,11 @@ def _checked(value: Any, expected: Any, where: str) -> Any:
             return value
     elif origin is tuple:
         if isinstance(value, list) and len(value) == len(arguments):
-            return tuple(_checked(part, kind, where) for part, kind in zip(value, arguments, strict=True))
+            return tuple(checked(part, kind, where) for part, kind in zip(value, arguments, strict=True))
     elif arguments:  # X | None
         if value is None:
             return None
-        return _checked(value, next(kind for kind in arguments if kind is not type(None)), where)
+        return checked(value, next(kind for kind in arguments if kind is not type(None)), where)
     elif expected is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
     elif isinstance(value, expected) and (expected is bool or not isinstance(value, bool)):

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from odcluster.config import Config, decisive, differences, fingerprint
+from odcluster.config import Config
+from odcluster.config_file import decisive, differences, fingerprint
 from odcluster.data.added import open_with_added, with_added
 from odcluster.data.changes import Changes, compare
 from odcluster.data.readers import shown

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 
 from odcluster import api
-from odcluster.config import Config, changed, fingerprint
+from odcluster.config import Config, changed
+from odcluster.config_file import fingerprint
 from odcluster.data.sources import Source, open_source
 from odcluster.data.subsets import write_subset
 from odcluster.errors import DataError, Interrupted, InUse, UserError

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from odcluster.clustering.kmeans import cluster_sums
 from odcluster.clustering.memory import UNSEEN
-from odcluster.config import Config, decisive, fingerprint, from_json, to_json
+from odcluster.config import Config
+from odcluster.config_file import decisive, fingerprint, from_json, to_json
 from odcluster.data.changes import Changes
 from odcluster.data.order import num_steps
 from odcluster.data.sources import Manifest

@@ -19,7 +19,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from odcluster.config import Config, from_json, to_json
+from odcluster.config import Config
+from odcluster.config_file import from_json, to_json
 from odcluster.data.names import guard
 from odcluster.data.sources import Manifest
 from odcluster.errors import DataError, InUse, UserError

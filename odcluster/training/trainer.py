@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from odcluster.config import Config, decisive, fingerprint
+from odcluster.config import Config
+from odcluster.config_file import decisive, fingerprint
 from odcluster.data.loading import Batches, RawBatch
 from odcluster.data.order import batch_ids, epoch_order, num_steps, rank_slice
 from odcluster.data.randomness import Purpose

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from odcluster.clustering.balance import check_room
-from odcluster.config import changed, fingerprint
+from odcluster.config import changed
+from odcluster.config_file import fingerprint
 from odcluster.data.sources import Manifest
 from odcluster.errors import DataError
 from odcluster.judge import check_options
