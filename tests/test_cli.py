@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_runs import TINY, make_images
 
-from odcluster import cli, verbs
+from odcluster import cli, options, verbs
 from odcluster.config import GROUPS, Config
 from odcluster.errors import DataError
 
@@ -201,7 +201,7 @@ def test_help_shows_the_main_options_first_and_all_on_demand(capsys):
 
 
 def test_every_option_has_an_explanation():
-    docs = cli.field_docs()
+    docs = options.field_docs()
     of_verbs = (verbs.Evaluation, verbs.Assigning, verbs.Embedding, verbs.Exporting, verbs.Reproduction)
     for cls in (Config, *GROUPS.values(), *of_verbs):
         for name in (n for n in cls.__dataclass_fields__ if n not in GROUPS):
