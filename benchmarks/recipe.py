@@ -4,12 +4,14 @@
     python benchmarks/recipe.py tune cifar10/train_webp.npz cifar10/test_webp.npz --methods byol simsiam --minutes 2
     python benchmarks/recipe.py scratch cifar10/train_webp.npz cifar10/test_webp.npz --minutes 20 --seeds 0 1
     python benchmarks/recipe.py weights VOC2007 --weights tf_efficientnet_lite0.safetensors --seeds 0 1
+    python benchmarks/recipe.py weights tiny_imagenet/val_jpeg.npz --weights tf_efficientnet_lite0.safetensors \
+        --clusters 100 --image-size 128 --cached-views 2
     python benchmarks/recipe.py photos VOC2007 --minutes 10 --seeds 0
 
 A: one small backbone, the same minutes on the same cores for all, no labels in training; judged by linear probes per
 layer (10,000 labelled images, all test images), 20 nearest neighbours, and NMI of the clusters and of k-means(10).
-B: photos with several classes each; NMI of 20 clusters on the images with one class, the share of the 10 nearest
-neighbours with a common class, and SVMs by `odcluster evaluate --task svm`.
+B: photos with several classes each, or any images with known classes; NMI of the clusters on the images with one class,
+the share of the 10 nearest neighbours with a common class, and SVMs by `odcluster evaluate --task svm`.
 C: the same photos without weights, the same minutes for several networks and sizes; judged by neighbours.
 `speed` measures every method for half a minute and writes results/recipe/speed.json: leave the machine alone meanwhile.
 The minutes of `scratch` are then a number of steps per method, the same whatever else the machine does, so a run may
@@ -236,14 +238,13 @@ def weights(given: argparse.Namespace, command: str) -> None:
     single = present.sum(axis=1) == 1
     classes = present.argmax(axis=1)[single]
     for seed in given.seeds:
-        out = given.results / f"weights, odc, {given.clusters} clusters, seed {seed}.json"
+        out = given.results / f"weights, {Path(given.data).stem}, {given.clusters} clusters, seed {seed}.json"
         if out.exists():
             continue
         began = time.monotonic()
         place = api.numbered(str(given.runs / f"weights-{seed}"))
         options = {"backbone": given.backbone, "weights": given.weights, "clusters": given.clusters, "seed": seed}
-        if given.cached_views is not None:
-            options["cached_views"] = given.cached_views
+        options |= {k: v for k in ("cached_views", "image_size") if (v := getattr(given, k)) is not None}
         run = odcluster.train(given.data, out=place, **options)
         minutes = (time.monotonic() - began) / 60
         found = checkpoint.find(run / "checkpoints", print)
@@ -324,6 +325,7 @@ def main() -> None:
     b.add_argument("--backbone", default="tf_efficientnet_lite0")
     b.add_argument("--clusters", type=int, default=20)
     b.add_argument("--cached-views", type=int)
+    b.add_argument("--image-size", type=int)
     e.add_argument("data")
     e.add_argument("--minutes", type=float, default=10.0)
     e.add_argument("--choices", nargs="+", choices=list(PHOTOS))

@@ -369,6 +369,14 @@ GROUPS: dict[str, Any] = {
 }
 
 
+def flat(config: Config) -> dict[str, Any]:
+    """All options by name, those of the groups included."""
+    values: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(config).items():
+        values |= value if isinstance(value, dict) else {name: value}
+    return values
+
+
 def option_names() -> list[str]:
     """All option names, those of the groups included."""
     own = [f.name for f in dataclasses.fields(Config) if f.name not in GROUPS]

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from odcluster import api
-from odcluster.config import Config, changed
+from odcluster.config import Config, changed, flat
 from odcluster.config_file import fingerprint
 from odcluster.data.sources import Source, open_source
 from odcluster.data.subsets import write_subset
@@ -42,7 +42,6 @@ from odcluster.studies.plan import DataName, Found, Images, Judgement, Plan, Stu
 from odcluster.training.console import Console, duration
 from odcluster.training.devices import StopFlag
 from odcluster.training.metrics import read_metrics
-from odcluster.training.resolve import flat
 from odcluster.training.run import FileLock, write_atomically
 from odcluster.verbs import Reproduction
 

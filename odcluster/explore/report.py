@@ -8,35 +8,37 @@ text in it, whatever they contain; no folder of this machine is named, only the 
 from __future__ import annotations
 
 import base64
-import dataclasses
 import hashlib
-import io
-import os
-import shlex
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
 import numpy as np
-from PIL import features
 
 import odcluster
-from odcluster.config import GROUPS, Config
+from odcluster.config import Config
 from odcluster.data.order import num_steps
-from odcluster.data.sources import Source
-from odcluster.errors import ImageRefused, UserError
 from odcluster.explore.charts import bar_chart, line_chart
 from odcluster.explore.collection import Collection, Status, View
 from odcluster.explore.history import spread
-from odcluster.explore.mosaic import choose_clusters, square_thumbnail
+from odcluster.explore.mosaic import choose_clusters
 from odcluster.explore.oddities import DuplicateGroup, Outliers
+from odcluster.explore.report_pictures import Pictures
 from odcluster.explore.report_style import SCRIPT, STYLE
+from odcluster.explore.report_words import (
+    METHODS,
+    cluster_name,
+    command,
+    data_name,
+    figure,
+    number,
+    options_of,
+    shown_name,
+    trained_seconds,
+)
 from odcluster.methods.odc import warm_epochs
-from odcluster.recipes import recipe
 from odcluster.training.console import duration
-from odcluster.training.metrics import read_metrics
 
 MOST_BYTES = 15_000_000
 """Of the whole file; pictures get what the rest leaves."""
@@ -51,16 +53,6 @@ MOST_LINES = 2000
 """Clusters without pictures that are listed by name."""
 MOST_GROUPS, MOST_OF_GROUP, MOST_OUTLIERS = 40, 6, 60
 
-METHODS = {
-    "odc": "Online Deep Clustering: network, features and clusters are learned together, each step a little.",
-    "deepcluster": "DeepCluster: before every epoch all images are clustered anew, and the network learns to tell the "
-    "clusters apart.",
-    "rotation": "Rotation: the network learned to tell by how much an image was turned.",
-    "jigsaw": "Jigsaw: the network learned to put the tiles of an image in order.",
-    "colorization": "Colorization: the network learned to guess the colours of grey images.",
-    "labels": "With labels: the network learned the classes that came with the images.",
-}
-
 
 @dataclass(frozen=True)
 class Oddities:
@@ -71,48 +63,6 @@ class Oddities:
     outliers: Outliers
     unchecked: int
     """Images whose pixels were not compared, because there were too many."""
-
-
-class Pictures:
-    """Thumbnails as text for a page, until the bytes given for them are used up."""
-
-    def __init__(self, source: Source, room: int) -> None:
-        self.source, self.room = source, room
-        self.left_out = self.unreadable = 0
-        self._format = "WEBP" if features.check("webp") else "JPEG"
-
-    def size(self, ids: Iterable[int], side: int) -> float:
-        """Bytes of one of these on average."""
-        sizes = [len(self._encoded(id, side)[0]) for id in ids]
-        return float(np.mean(sizes)) + 120 if sizes else 0.0
-
-    def tile(self, id: int, side: int, name: str) -> str:
-        """An <img>, or an empty grey square where there is no picture or no room for one."""
-        shown = escape(name)
-        if self.room <= 0:
-            self.left_out += 1
-            return f'<span class="tile" role="img" aria-label="{shown}" title="{shown}"></span>'
-        data, coarse = self._encoded(id, side)
-        self.room -= len(data) + 120
-        if not data:
-            self.unreadable += 1
-            return (
-                f'<span class="tile" role="img" aria-label="{shown} (unreadable)" title="{shown}: unreadable"></span>'
-            )
-        look = ' class="tile coarse"' if coarse else ' class="tile"'
-        uri = f"data:image/{self._format.lower()};base64,{data}"
-        return f'<img{look} src="{uri}" alt="{shown}" title="{shown}" width="{side}" height="{side}">'
-
-    def _encoded(self, id: int, side: int) -> tuple[str, bool]:
-        """The central square as base64, and whether it has fewer pixels than asked for; "" where it is unreadable."""
-        try:
-            image = self.source.image(id, min_size=side)
-        except ImageRefused:
-            return "", False
-        own = min(image.shape[:2])
-        buffer = io.BytesIO()
-        square_thumbnail(image, min(side, own)).save(buffer, self._format, quality=72 if own >= side else 85)
-        return base64.b64encode(buffer.getvalue()).decode("ascii"), 2 * own <= side
 
 
 # --- The page ---------------------------------------------------------------------------------------
@@ -438,80 +388,3 @@ def how_section(collection: Collection, status: Status) -> str:
         f"<p>Step {status.step:,} of {status.total_steps:,}. Written on {written} by odcluster {odcluster.__version__}."
         "</p>\n</section>"
     )
-
-
-# --- Words ------------------------------------------------------------------------------------------
-
-
-def shown_name(text: str) -> str:
-    """Other people's text as a page can show it: one line, no control characters, no broken bytes."""
-    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
-
-
-def cluster_name(view: View, cluster: int) -> str:
-    name = shown_name(view.name(cluster))
-    return f"{name} ({cluster})" if name else f"cluster {cluster}"
-
-
-def data_name(collection: Collection) -> str:
-    """The data's own name, without the folders it lies in."""
-    given = collection.manifest.root or collection.config.data
-    return shown_name(os.path.basename(given.rstrip("/\\"))) or "an array"
-
-
-def number(value: float) -> str:
-    return f"{value:.2f}" if np.isfinite(value) else ""
-
-
-def figure(title: str, chart: str) -> str:
-    return f"<figure>{chart}<figcaption>{escape(title)}</figcaption></figure>"
-
-
-def trained_seconds(collection: Collection) -> float:
-    """Of all intervals on record."""
-    try:
-        lines = read_metrics(collection.run.metrics_file)
-    except (OSError, ValueError):
-        return 0.0
-    return sum(float(line.get("timing", {}).get("seconds", 0.0)) for line in lines)
-
-
-def command(collection: Collection) -> str:
-    """The options in which the run differs from its recipe, as one would type them."""
-    config = collection.config
-    words = ["odcluster", "train", data_name(collection), "--recipe", config.recipe]
-    try:
-        usual = flat(recipe(config.recipe))
-    except UserError:  # a recipe of another version
-        usual = {}
-    for name, value in flat(config).items():
-        if value != usual.get(name) and value is not None and name not in ("data", "recipe", "workers", "device"):
-            words.append(f"--{name.replace('_', '-')}")
-            words += map(plain, value) if isinstance(value, tuple) else [plain(value)]
-    return shown_name(shlex.join(words))
-
-
-def options_of(config: Config, collection: Collection) -> list[tuple[str, str]]:
-    own = {"data": data_name(collection)}
-    return [(name, own.get(name, "" if value is None else plain(value))) for name, value in flat(config).items()]
-
-
-def flat(config: Config) -> dict[str, object]:
-    """All options by their own names; a path by its last part."""
-    values: dict[str, object] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if field.name in GROUPS:
-            values |= dataclasses.asdict(value)
-        else:
-            values[field.name] = value
-    if isinstance(weights := values["weights"], str):
-        values["weights"] = Path(weights).name
-    return values
-
-
-def plain(value: object) -> str:
-    if isinstance(value, tuple | list):
-        return " ".join(map(plain, value))
-    return shown_name(f"{value:g}" if isinstance(value, float) else str(value))

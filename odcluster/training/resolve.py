@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 
 from odcluster.clustering.balance import check_room
-from odcluster.config import Config, changed
+from odcluster.config import Config, changed, flat
 from odcluster.data.order import num_steps
 from odcluster.data.sources import Source
 from odcluster.errors import DataError, ImageRefused, UserError
@@ -311,14 +310,6 @@ def without_effect(config: Config) -> list[str]:
     if config.weights is None and config.fine_tuning != recipe(config.recipe).fine_tuning:
         sentences.append("--freeze-stages, --layer-decay and --min-matched are for fine-tuning: give --weights too")
     return sentences
-
-
-def flat(config: Config) -> dict[str, Any]:
-    """All options by name, those of the groups included."""
-    values: dict[str, Any] = {}
-    for name, value in dataclasses.asdict(config).items():
-        values |= value if isinstance(value, dict) else {name: value}
-    return values
 
 
 def describe(chosen: list[tuple[str, Any, str]]) -> list[str]:

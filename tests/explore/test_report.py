@@ -12,18 +12,9 @@ from PIL import Image
 from odcluster.config import Config, changed
 from odcluster.data.sources import open_source
 from odcluster.explore.collection import NoImages
-from odcluster.explore.report import (
-    FALLBACK,
-    LAYOUTS,
-    MOST_CARDS,
-    Pictures,
-    command,
-    data_name,
-    flat,
-    layout,
-    phase_marks,
-    shown_name,
-)
+from odcluster.explore.report import FALLBACK, LAYOUTS, MOST_CARDS, layout, phase_marks
+from odcluster.explore.report_pictures import Pictures
+from odcluster.explore.report_words import command, data_name, shown_name, shown_options
 from odcluster.recipes import recipe
 
 
@@ -94,7 +85,7 @@ def test_the_command_has_what_differs_from_the_recipe_and_no_folders() -> None:
     unknown = collection_of(changed(config, recipe="of_later"), "/home/me/secret/photos")
     assert "home" not in command(unknown)
     assert data_name(collection_of(Config(), "")) == "an array"
-    assert "/" not in str(flat(config)["weights"])
+    assert "/" not in str(shown_options(config)["weights"])
 
 
 def test_the_first_clusters_are_marked_where_they_begin() -> None:

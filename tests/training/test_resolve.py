@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from odcluster.config import BOUNDS, changed
+from odcluster.config import BOUNDS, changed, flat
 from odcluster.config_file import from_json, to_json
 from odcluster.data.sources import open_source
 from odcluster.errors import UserError
 from odcluster.methods.interface import Phase
 from odcluster.recipes import RECIPES, odc_resnet50_imagenet, odc_small
 from odcluster.training.health import progress_line, worries
-from odcluster.training.resolve import flat, resolve, without_effect
+from odcluster.training.resolve import resolve, without_effect
 from odcluster.training.schedule import Schedule
 
 CPU = torch.device("cpu")
