@@ -24,9 +24,8 @@ from tiny_runs import TINY, make_images
 
 import odcluster
 from odcluster.errors import UserError
+from odcluster.explore import answers, maps
 from odcluster.explore import beside as beside_module
-from odcluster.explore import maps
-from odcluster.explore import server as server_module
 from odcluster.explore.beside import Beside
 from odcluster.explore.collection import open_collection
 from odcluster.explore.server import Server
@@ -325,7 +324,7 @@ def test_what_is_no_image_is_refused_by_name(client: Any, content: bytes, senten
 
 
 def test_too_much_is_refused_before_it_is_all_there(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "MOST_UPLOAD", 1000)
+    monkeypatch.setattr(answers, "MOST_UPLOAD", 1000)
     assert client.post("/api/similar", content=bytes(1001)).status_code == 413
     assert client.post("/api/edits", content=b" " * 1001).status_code == 413
 
