@@ -37,9 +37,12 @@ from odcluster.evaluation.linear import pool_stage
 from odcluster.models.backbones import Backbone, create_backbone
 from odcluster.recipes import odc_small
 from odcluster.training import checkpoint, optimisers
+from odcluster.training.devices import has_bfloat16
 
+CPU = torch.device("cpu")
 PROBE_IMAGES, MAX_DIMS, SIDE = 10_000, 2048, 32
 MEMORY_MOMENTUM, WARM = 0.5, 0.03
+STAGES = ["conv1", "conv2", "conv3", "conv4", "conv5"]
 FURTHER = 1000
 """Epochs of a trial that goes on are numbered from here, so that it sees other views than the run did."""
 
@@ -68,6 +71,8 @@ class Trial:
     batch: int = 128  # images
     views: int = 2  # of each; with more, each is told by the mean of the others
     straight: bool = False  # the rate falls along a line, not a cosine
+    local: str = ""  # cells of this stage's map are told by the whole other view, through a neck of their own
+    cells: int = 2  # so many of them per view
     seed: int = 0
 
 
@@ -103,6 +108,7 @@ TRIALS: dict[str, Trial] = {
     "muon 0.05, batches of 64": Trial(batch=64, **BEST),
     "muon 0.05, weight decay 0.05": Trial(**{**BEST, "weight_decay": 0.05}),
     "muon 0.05, a straight fall": Trial(straight=True, **BEST),
+    "muon 0.05, cells of conv4": Trial(local="conv4", **BEST),
 }
 
 
@@ -117,6 +123,12 @@ class Network(nn.Module):
         widths = [features] + [trial.hidden] * (trial.neck_layers - 1)
         layers = [(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU()) for a, b in itertools.pairwise(widths)]
         self.neck = nn.Sequential(*itertools.chain(*layers), nn.Linear(widths[-1], DIM))
+        self.trial, self.cells = trial, None
+        if trial.local:
+            wide = self.backbone.network.widths[STAGES.index(trial.local)]
+            self.local_neck = nn.Sequential(
+                nn.Linear(wide, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, DIM)
+            )
         if trial.loss == "swav":
             from lightly.loss import SwaVLoss
             from lightly.models.modules.heads import SwaVPrototypes
@@ -125,7 +137,14 @@ class Network(nn.Module):
 
     def forward(self, *groups: Tensor) -> Tensor:
         """Unit features of groups of views, each group of one size."""
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=has_bfloat16(CPU)):
+            if self.trial.local:
+                maps = self.backbone.stages(groups[0])
+                places = maps[STAGES.index(self.trial.local)].flatten(2).transpose(1, 2)  # [V B, cells, C]
+                chosen = torch.rand(places.shape[:2]).topk(self.trial.cells, dim=1).indices
+                places = places.gather(1, chosen[..., None].expand(-1, -1, places.shape[2]))
+                self.cells = F.normalize(self.local_neck(places.transpose(0, 1).flatten(0, 1)).float(), dim=1)
+                return F.normalize(self.neck(maps[-1].mean(dim=(2, 3))).float(), dim=1)
             features = self.neck(torch.cat([self.backbone(group) for group in groups]))
         return F.normalize(features.float(), dim=1)
 
@@ -191,6 +210,10 @@ def losses(network: Network, features: Tensor, size: int, ids: Tensor, memories:
     if trial.loss == "swav":
         return network.swav(list(network.prototypes(views).chunk(2)), [])
     loss = told_apart(views, views, (own + size) % (2 * size), trial, torch.eye(2 * size, dtype=torch.bool))
+    if network.cells is not None:
+        targets = ((own + size) % (2 * size)).repeat(trial.cells)
+        itself = torch.eye(2 * size, dtype=torch.bool).repeat(trial.cells, 1)
+        loss = loss + told_apart(network.cells, views, targets, trial, itself)
     for target in views.chunk(2):
         for crop in small.split(size) if len(small) else ():
             loss = loss + told_apart(crop, target, own[:size], trial) / 2
