@@ -16,8 +16,8 @@ class DataError(UserError):
 class InUse(DataError):
     """Another process works on this folder."""
 
-    def __init__(self, folder: object, holder: str) -> None:
-        super().__init__(f"{folder} is in use by another process ({holder}); wait for it or stop it")
+    def __init__(self, sentence: str, holder: str = "unknown") -> None:
+        super().__init__(sentence)
         self.holder = holder
 
 

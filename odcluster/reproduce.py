@@ -21,6 +21,7 @@ import platform
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -211,12 +212,13 @@ class Worker:
             needed = part.start if isinstance(part, Training) else None if part.untrained else part.subject
             if needed is not None and not self.done(needed):
                 return False
-            try:
-                with FileLock(self.out / "locks" / part.name):
-                    if not self.done(part.name):  # another process may have ended it a moment ago
-                        self.do(part)
-            except InUse:
-                return False
+            with ExitStack() as held:
+                try:
+                    held.enter_context(FileLock(self.out / "locks" / part.name))
+                except InUse:
+                    return False
+                if not self.done(part.name):  # another process may have ended it a moment ago
+                    self.do(part)
         self.console.end(part.name)
         return True
 

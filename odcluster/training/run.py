@@ -139,7 +139,10 @@ class FileLock:
         except OSError as error:
             holder = os.read(self._descriptor, 4096).decode(errors="replace").strip()
             os.close(self._descriptor)
-            raise InUse(self._path.parent, holder or "unknown") from error
+            holder = holder or "unknown"
+            raise InUse(
+                f"{self._path.parent} is in use by another process ({holder}); wait for it or stop it", holder
+            ) from error
         os.truncate(self._descriptor, 0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         os.write(

@@ -289,6 +289,25 @@ def reproduce_loudly(data: Path, out: Path) -> None:
     reproduce("reweighting", data=str(data), out=str(out), workers=0, seeds=(0,))
 
 
+def test_a_run_that_is_trained_by_something_else_is_no_reason_to_wait(study_data, tmp_path):
+    """Processes of the study are waited for; a stranger in the folder of a part may never end."""
+    out, part = tmp_path / "out", "small-deepcluster-base-s0"
+    assert in_a_process(study_data, out, f"step {part}") == -signal.SIGKILL
+
+    def hold() -> None:
+        with FileLock(out / "parts" / part / "lock"):
+            print("held", flush=True)
+            time.sleep(60)
+
+    holding = Child(hold, tmp_path / "holding.txt")
+    try:
+        holding.wait_until(lambda: "held" in holding.said())
+        with pytest.raises(DataError, match=rf"part {part} failed: .* in use by another process .*{holding.pid}"):
+            run("reweighting", study_data, out)
+    finally:
+        holding.end()
+
+
 def test_turns_are_taken(tmp_path):
     (tmp_path / "locks").mkdir()
 
