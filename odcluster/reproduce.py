@@ -133,7 +133,7 @@ class Overview(Console):
 
     def await_others(self, name: str, count: int) -> None:
         if count != self._awaited:
-            self.say(f"waiting for other processes: {count} parts left, the first is {name}")
+            self.say(f"waiting for other processes; parts left: {count}, the first is {name}")
         self._awaited = count
 
     def end(self, name: str) -> None:

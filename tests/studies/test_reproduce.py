@@ -277,7 +277,7 @@ def test_a_part_that_another_process_is_at_is_waited_for(study_data, tmp_path):
     try:
         holding.wait_until(lambda: "held" in holding.said())
         waiting = Child(lambda: reproduce_loudly(study_data, tmp_path), tmp_path / "said.txt")
-        waiting.wait_until(lambda: "waiting for other processes: 3 parts left" in waiting.said())
+        waiting.wait_until(lambda: "waiting for other processes; parts left: 3," in waiting.said())
         assert part in waiting.said()
         waiting.send(signal.SIGTERM)
         assert waiting.wait() == 75
