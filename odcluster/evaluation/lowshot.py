@@ -35,13 +35,15 @@ from odcluster.evaluation.svm import (
     training_gram,
     write_stored,
 )
-from odcluster.evaluation.svm_solver import Array, Features, row_scales, solve
+from odcluster.evaluation.svm_solver import Array, Features, Solution, row_scales, solve
 
 SHOTS = (1, 2, 4, 8, 16, 32, 64, 96)
 NUM_DRAWS = 5
 NEGATIVES_PER_SHOT = 19
 ONE_SHOT_COST = 1.0
 """The honest cost where a single positive leaves nothing to hold out."""
+HIGH_COST = 10.0
+"""From here on costs are solved one after the other, each from the solution before it; all lower ones at once."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,8 @@ def _run_draw(draw: Draw, gram: Array, products: Array, test_labels: Labels, adv
 def _run_class(gram: Array, signs: Array, poll: Callable[[], None]) -> tuple[Array, int]:
     """Coefficients at every cost [costs, n], and which cost cross-validation chooses.
 
-    All costs and folds are solved at once: at these sizes wide products save more than a good start does.
+    At these sizes wide products save more than a good start does, but for the highest costs: theirs are factorisations,
+    which gain nothing from company and of which a good start saves half.
     """
     num_folds = _num_folds(signs)
     held_out = np.zeros((1, len(signs)), dtype=bool)  # the first problem of each cost trains on all
@@ -180,14 +183,22 @@ def _run_class(gram: Array, signs: Array, poll: Callable[[], None]) -> tuple[Arr
         held_out = np.concatenate([held_out, held_out_folds(signs, num_folds)])
     weights = class_weights(signs) * ~held_out
     costs = np.array(COSTS)[:, None, None] * weights  # [costs, 1 + folds, n]
-    flat = costs.reshape(-1, len(signs))
-    solution = solve(gram, np.broadcast_to(signs, flat.shape).copy(), flat, poll=poll)
-    coefficients = solution.coefficients.reshape(costs.shape)
+    num_low = sum(cost < HIGH_COST for cost in COSTS)
+    solutions: list[Solution] = []
+    for group in np.split(costs, range(num_low, len(COSTS))):
+        flat = group.reshape(-1, len(signs))
+        start = _of_last_cost(solutions[-1], costs.shape[1]) if solutions else None
+        solutions.append(solve(gram, np.broadcast_to(signs, flat.shape).copy(), flat, start, poll))
+    coefficients = np.concatenate([solution.coefficients for solution in solutions]).reshape(costs.shape)
     if not num_folds:
         return coefficients[:, 0], COSTS.index(ONE_SHOT_COST)
-    decisions = solution.decisions.reshape(costs.shape)
+    decisions = np.concatenate([solution.decisions for solution in solutions]).reshape(costs.shape)
     scores = [held_out_score(rows[1:], signs, held_out[1:]) for rows in decisions]
     return coefficients[:, 0], int(np.argmax(scores))
+
+
+def _of_last_cost(solution: Solution, num_problems: int) -> Solution:
+    return Solution(solution.coefficients[-num_problems:], solution.decisions[-num_problems:])
 
 
 def _num_folds(signs: Array) -> int:

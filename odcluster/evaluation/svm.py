@@ -12,14 +12,16 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from sklearn.model_selection import StratifiedKFold
 from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
@@ -248,7 +250,7 @@ def run_threads(
         with lock:
             finished += count
 
-    with threadpool_limits(1, user_api="blas"), ThreadPoolExecutor(jobs) as pool:
+    with threadpool_limits(1, user_api="blas"), _pool(jobs) as pool:
         try:
             pending = {pool.submit(work, task, advance) for task in tasks}
             while pending:
@@ -261,6 +263,17 @@ def run_threads(
             stopping.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+@contextmanager
+def _pool(jobs: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that compute with one thread of torch each; what torch then takes for the default is put back."""
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(before)
 
 
 # --- Finished classes on disk -----------------------------------------------------------------------

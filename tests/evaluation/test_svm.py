@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from sklearn.model_selection import cross_val_score
 from sklearn.svm import LinearSVC
 
@@ -225,6 +227,22 @@ def test_an_error_in_a_thread_is_not_swallowed(data, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(svm, "decision_values", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         svm_map(train, labels, test, truth, NAMES, jobs=2)
+
+
+def test_every_thread_computes_with_one_thread_of_torch_and_the_caller_keeps_its_own() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        inside: list[int] = []
+        svm.run_threads(
+            lambda task, advance: inside.append(torch.get_num_threads()), [0, 1], jobs=2,
+            activity="", done=0, total=2, progress=lambda activity, done, total: None,
+        )  # fmt: skip
+        with ThreadPoolExecutor(1) as pool:
+            later = pool.submit(torch.get_num_threads).result()
+        assert (inside, torch.get_num_threads(), later) == ([1, 1], 3, 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_class_without_positive_test_image_is_named_and_left_out(data, result: SvmResult, tmp_path: Path) -> None:
