@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import cv2
@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torchvision.transforms import InterpolationMode, RandomResizedCrop
+from pictures import BILINEAR, noise, photo, psnr, to_array, to_tensor
+from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional
 
 from odcluster.config import Augmentation
@@ -24,39 +25,12 @@ from odcluster.data.views import (
     apply_view,
     crop_scale_hint,
     draw_views,
-    evaluation_box,
     evaluation_view,
-    whole_side,
     whole_view,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 NEUTRAL = (1.0, 1.0, 1.0, 0.0)
-BILINEAR = InterpolationMode.BILINEAR
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def photo(height: int, width: int, seed: int = 0) -> Image:
-    """Like a photograph: amplitude ~ 1 / frequency, colours vary less than brightness, sharp edges."""
-    rng = np.random.default_rng(seed)
-    frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(width), np.fft.fftfreq(height)))
-    frequency[0, 0] = np.inf
-    spectrum = np.fft.fft2(rng.normal(size=(4, height, width))) / frequency
-    planes = np.real(np.fft.ifft2(spectrum))
-    planes /= planes.std(axis=(1, 2), keepdims=True)
-    image = 128 + 45 * planes[0][..., None] + 30 * planes[1:].transpose(1, 2, 0)
-    image[height // 3 : height // 2, width // 4 : width // 2] += (60, -40, 20)
-    return np.clip(image, 0, 255).astype(np.uint8)
-
-
-def noise(height: int, width: int, seed: int = 0) -> Image:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def plain(image: Image, box: Box | None = None) -> ViewParameters:
@@ -68,14 +42,6 @@ def plain(image: Image, box: Box | None = None) -> ViewParameters:
 
 def draw(augmentation: Augmentation, num: int, seed: int = 0, epoch: int = 0, view: int = 0) -> ViewDraws:
     return draw_views(augmentation, seed, epoch, np.arange(num), view)
-
-
-def to_tensor(image: Image) -> torch.Tensor:
-    return torch.from_numpy(image).permute(2, 0, 1)
-
-
-def to_array(tensor: torch.Tensor) -> Image:
-    return tensor.permute(1, 2, 0).numpy()
 
 
 def reference_geometry(image: Image, parameters: ViewParameters, size: int) -> Image:
@@ -102,10 +68,6 @@ def reference_colour(image: Image, parameters: ViewParameters) -> Image:
     if parameters.grey:
         tensor = functional.rgb_to_grayscale(tensor, num_output_channels=3)
     return to_array(tensor)
-
-
-def psnr(a: Image, b: Image) -> float:
-    return 10 * math.log10(255**2 / max(1e-9, np.mean((a.astype(float) - b) ** 2)))
 
 
 def grey_levels(a: Image, b: Image) -> float:
@@ -356,121 +318,6 @@ def test_strange_images_have_views(shape: tuple[int, int]) -> None:
     for size in (32, 128):
         assert evaluation_view(image, size).shape == (size, size, 3)
         assert whole_view(image, size).shape == (size, size, 3)
-
-
-# What evaluation sees
-
-
-@pytest.mark.parametrize(
-    ("shape", "size"),
-    [
-        ((256, 320), 224),
-        ((300, 200), 224),
-        ((220, 300), 96),
-        ((876, 996), 128),
-        ((32, 32), 32),
-        ((40, 60), 32),
-    ],
-)
-def test_evaluation_view_is_resize_and_centre_crop(shape: tuple[int, int], size: int) -> None:
-    """For shapes where torchvision's crop is central too: of an odd margin, it is half a pixel off."""
-    image = photo(*shape)
-    side = round(size * 256 / 224) if size >= 96 else size
-    resized = functional.resize(to_tensor(image), [side], interpolation=BILINEAR, antialias=True)
-    assert psnr(evaluation_view(image, size), to_array(functional.center_crop(resized, [size, size]))) >= 30
-
-
-def test_evaluation_of_a_small_image_at_its_own_size_is_the_image() -> None:
-    image = noise(32, 32)
-    np.testing.assert_array_equal(evaluation_view(image, 32), image)
-
-
-def test_evaluation_box_can_be_decoded_shrunk() -> None:
-    image = photo(900, 1201)
-    factor = crop_scale_hint(evaluation_box(900, 1201, 224), 224)
-    assert factor == 2
-    shrunk = cv2.resize(image, (601, 450), interpolation=cv2.INTER_AREA)
-    assert psnr(evaluation_view(shrunk, 224), evaluation_view(image, 224)) >= 30
-
-
-def whole_reference(image: Image, size: int) -> Image:
-    tensor = to_tensor(image)
-    if size >= 96:
-        tensor = functional.resize(tensor, [round(size * 256 / 224)], interpolation=BILINEAR, antialias=True)
-    return to_array(functional.resize(tensor, [size, size], interpolation=BILINEAR, antialias=True))
-
-
-@pytest.mark.parametrize(
-    ("shape", "size"),
-    [
-        ((375, 500), 224),
-        ((500, 333), 224),
-        ((200, 150), 224),
-        ((1024, 2000), 224),
-        ((901, 1300), 128),
-        ((300, 1000), 96),
-        ((60, 40), 32),
-        ((32, 32), 32),
-        ((400, 300), 64),
-        ((100, 1500), 128),
-    ],
-)
-def test_whole_view_is_two_resizes_without_a_crop(shape: tuple[int, int], size: int) -> None:
-    image = photo(*shape, seed=2)
-    assert psnr(whole_view(image, size), whole_reference(image, size)) >= 35
-
-
-def test_whole_view_goes_by_way_of_256() -> None:
-    """Noise keeps what a photo hides: one step from 256 x 512 to 224 x 224 would be sharper than the protocol's two."""
-    image = noise(700, 1000, seed=1)
-    two_steps = whole_reference(image, 224)
-    one_step = to_array(functional.resize(to_tensor(image), [224, 224], interpolation=BILINEAR, antialias=True))
-    ours = whole_view(image, 224)
-    assert psnr(ours, two_steps) > psnr(ours, one_step) + 3
-
-
-def test_whole_view_has_all_four_corners() -> None:
-    image = np.zeros((300, 500, 3), np.uint8)
-    for row, column in ((0, 0), (0, -1), (-1, 0), (-1, -1)):
-        image[slice(0, 30) if row == 0 else slice(-30, None), slice(0, 30) if column == 0 else slice(-30, None)] = 255
-        view = whole_view(image, 224)
-        assert (view[row, column] > 240).all()
-
-
-@pytest.mark.parametrize("shape", [(20_000, 10), (10, 20_000), (40_001, 1025)])
-def test_a_long_strip_takes_little_memory_and_is_seen_whole(
-    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    largest = 0
-    resize = cv2.resize
-
-    def watched(*arguments: Any, **named: Any) -> Any:
-        nonlocal largest
-        result = resize(*arguments, **named)
-        largest = max(largest, result.size)
-        return result
-
-    monkeypatch.setattr(cv2, "resize", watched)
-    ramp = np.linspace(0, 255, max(shape)).astype(np.uint8)
-    image = np.empty((*shape, 3), np.uint8)
-    image[:] = ramp[:, None, None] if shape[0] > shape[1] else ramp[None, :, None]
-    view = whole_view(image, 224)
-    expected = np.linspace(0, 255, 224)
-    along = view[:, 112, 0] if shape[0] > shape[1] else view[112, :, 0]
-    assert np.abs(along - expected).max() <= 2
-    assert largest <= 8 * max(256, min(shape)) ** 2 * 3
-
-
-@pytest.mark.parametrize(("size", "factor"), [(224, 2), (128, 4), (32, 8)])
-def test_the_whole_image_can_be_decoded_shrunk(size: int, factor: int) -> None:
-    image = photo(700, 1201)
-    assert crop_scale_hint(Box(0, 0, 700, 1201), whole_side(size)) == factor
-    _, encoded = cv2.imencode(".jpg", image, [cv2.IMWRITE_JPEG_QUALITY, 95])
-    flags = {2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4, 8: cv2.IMREAD_REDUCED_COLOR_8}
-    whole, shrunk = cv2.imdecode(encoded, cv2.IMREAD_COLOR), cv2.imdecode(encoded, flags[factor])
-    assert whole is not None
-    assert shrunk is not None
-    assert psnr(whole_view(shrunk, size), whole_view(whole, size)) >= 30
 
 
 def test_every_option_of_augmentation_is_used() -> None:

@@ -1,211 +1,29 @@
-"""The web app: who gets in, what is answered, what two browsers may do to each other, and how it ends."""
+"""The web app: what is answered, what two browsers may do to each other, and how it ends."""
 
 from __future__ import annotations
 
 import http.client
 import io
-import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from explore_clients import NASTY, TOKEN, browser, edit, get
 from PIL import Image
-from tiny_runs import TINY, make_images
 
-import odcluster
 from odcluster.errors import UserError
 from odcluster.explore import answers, maps
-from odcluster.explore import beside as beside_module
-from odcluster.explore.beside import Beside
 from odcluster.explore.collection import open_collection
 from odcluster.explore.server import Server
 from odcluster.gallery import explore, listening
-
-testclient = pytest.importorskip("starlette.testclient")
-
-TOKEN = "a-token-of-this-test"
-ADDRESS = "http://127.0.0.1:8765"
-NASTY = [
-    b"<img src=x onerror=alert(1)>.png",
-    b"\"quoted' & =1+1.png",
-    b"two\nlines\x1b[31m.png",
-    b"latin-\xe9.png",
-    "中文🐈.png".encode(),
-]
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """80 images with file names that people should not use; the last is damaged after training."""
-    folder = make_images(tmp_path_factory.mktemp("data") / "images", 80)
-    for number, name in enumerate(NASTY):
-        os.rename(os.fsencode(folder / f"image{number:04d}.png"), os.path.join(os.fsencode(folder), name))
-    options = {**TINY, "epochs": 2, "warm_share": 0.0, "fine_share": 0.0, "lr": 0.001}  # low: clusters stay as they are
-    run = odcluster.train(folder, out=tmp_path_factory.mktemp("trained") / "<b>run", quiet=True, **options)
-    names = open_collection(run).manifest.paths
-    os.truncate(os.path.join(folder, names[79]), 30)
-    return run
-
-
-@pytest.fixture
-def server(run: Path) -> Iterator[Server]:
-    """A server of the run, without any edits."""
-    for name in ("curation.sqlite", "curation.sqlite-wal", "curation.sqlite-shm"):
-        (run / name).unlink(missing_ok=True)
-    served = Server(open_collection(run), TOKEN)
-    yield served
-    served.stop()
-
-
-@pytest.fixture
-def client(server: Server) -> Any:
-    return browser(server)
-
-
-def browser(server: Server, **headers: str) -> Any:
-    """Somebody who has opened the printed address."""
-    client = testclient.TestClient(server.app, base_url=ADDRESS, headers={"X-Odcluster": "1", **headers})
-    assert client.get(f"/?token={TOKEN}", follow_redirects=False).status_code == 303
-    return client
-
-
-def stranger(server: Server, **headers: str) -> Any:
-    return testclient.TestClient(server.app, base_url=ADDRESS, headers=headers)
-
-
-def get(client: Any, address: str, status: int = 200) -> Any:
-    answer = client.get(address)
-    assert answer.status_code == status, answer.text
-    return answer.json()
-
-
-def edit(client: Any, status: int = 200, **given: Any) -> Any:
-    answer = client.post("/api/edits", json=given)
-    assert answer.status_code == status, answer.text
-    return answer.json()
-
-
-# --- Who gets in ----------------------------------------------------------------------------------------
-
-PLACES = ["/", "/app/index.html", "/api/run", "/api/clusters", "/api/images/0", "/thumb/0", "/image/0", "/nothing"]
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_nothing_is_answered_without_the_token(server: Server, place: str) -> None:
-    for client, address in [
-        (stranger(server), place),
-        (stranger(server), f"{place}?token=wrong"),
-        (stranger(server), f"{place}?token="),
-        (stranger(server, **{"X-Token": TOKEN[:-1]}), place),
-        (stranger(server, Cookie="odcluster=wrong; odcluster-8765=wr%F6ng"), place),
-    ]:
-        answer = client.get(address, follow_redirects=False)
-        assert answer.status_code == 403
-        assert "set-cookie" not in answer.headers
-
-
-def test_the_token_opens_by_cookie_header_or_address(server: Server) -> None:
-    client = stranger(server)
-    answer = client.get(f"/?token={TOKEN}", follow_redirects=False)
-    assert (answer.status_code, answer.headers["location"]) == (303, "/")
-    cookie = answer.headers["set-cookie"].lower()
-    assert "httponly" in cookie
-    assert "samesite=strict" in cookie
-    assert client.get("/api/run").status_code == 200  # the cookie
-    for other, address in [
-        (stranger(server, Cookie=f"odcluster={TOKEN}"), "/api/run"),
-        (stranger(server, **{"X-Token": TOKEN}), "/api/run"),
-        (stranger(server), f"/api/run?token={TOKEN}"),
-    ]:
-        assert other.get(address).status_code == 200
-    # two servers on one machine: the other one's cookie is sent along and does no harm
-    both = stranger(server, Cookie=f"odcluster-9999=other; odcluster-8765={TOKEN}")
-    assert both.get("/api/run").status_code == 200
-
-
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8765", "127.0.0.1.evil.example", "", "0.0.0.0", "x@y"])
-def test_other_host_names_are_not_served(server: Server, host: str) -> None:
-    for place in ("/api/run", f"/?token={TOKEN}"):
-        assert stranger(server, Host=host, **{"X-Token": TOKEN}).get(place, follow_redirects=False).status_code == 403
-    assert stranger(server, Host="localhost:1", **{"X-Token": TOKEN}).get("/api/run").status_code == 200
-
-
-def test_changes_need_a_header_that_other_sites_cannot_send(server: Server) -> None:
-    client = stranger(server, **{"X-Token": TOKEN})
-    for place in ("/api/edits", "/api/undo", "/api/redo", "/api/similar"):
-        assert client.post(place, json={"action": "exclude", "images": [0]}).status_code == 403
-        assert client.post(place, headers={"X-Odcluster": "0"}).status_code == 403
-    assert client.options("/api/edits").status_code == 403
-    assert server.collection.curation.edits() == []
-    assert browser(server).get("/api/undo").status_code == 405
-
-
-def test_every_answer_carries_the_rules_for_the_browser(client: Any, server: Server) -> None:
-    for answer in (client.get("/"), client.get("/api/run"), client.get("/thumb/0"), stranger(server).get("/")):
-        policy = answer.headers["content-security-policy"]
-        assert policy.startswith("default-src 'self'; img-src 'self' blob: data:; style-src 'self'")
-        assert "unsafe" not in policy
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert "access-control-allow-origin" not in answer.headers
-    assert "private" in client.get("/thumb/0").headers["cache-control"]
-    assert client.get("/api/run").headers["cache-control"] == "no-store"
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        "/app/../server.py",
-        "/app/%2e%2e/server.py",
-        "/app/..%2fserver.py",
-        "/app//etc/passwd",
-        "/thumb/80",
-        "/thumb/-1",
-        "/thumb/0.png",
-        "/thumb/..%2f0",
-        "/image/99999999999999999999",
-        "/image/etc",
-        "/api/images/80",
-        "/api/images/80/similar",
-        "/api/clusters/6",
-        "/api/clusters/99999999999999999999",
-        "/api/nothing",
-        "/config.json",
-    ],
-)
-def test_what_is_not_there_is_404(client: Any, place: str) -> None:
-    answer = client.get(place)
-    assert answer.status_code == 404
-    assert "root:" not in answer.text
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        "/api/clusters?sort=price",
-        "/api/clusters?page=-1",
-        "/api/clusters?page=x",
-        "/api/clusters?per_page=\u0663",
-        "/api/clusters?show=some",
-        "/api/clusters/0?order=up",
-        "/thumb/0?size=100",
-        "/api/map?kind=globe",
-        "/api/oddities?kind=ufo",
-        "/api/images/0/similar?count=many",
-    ],
-)
-def test_what_makes_no_sense_is_400_with_a_sentence(client: Any, place: str) -> None:
-    assert get(client, place, 400)["error"]
-
 
 # --- What is answered ---------------------------------------------------------------------------------------
 
@@ -370,57 +188,6 @@ def test_oddities(client: Any, server: Server) -> None:
     assert 0 < first["similarity"] <= 1.0001
     others = get(client, f"/api/images/{first['ids'][0]}")["duplicates"]
     assert sorted([first["ids"][0], *others]) == sorted(first["ids"])
-
-
-# --- What takes long ------------------------------------------------------------------------------------------
-
-
-def test_what_takes_long_is_computed_once_for_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside_module, "PATIENCE", 0.05)
-    beside, begun, go_on = Beside(), [], threading.Event()
-
-    def compute(tell: Any) -> str:
-        begun.append(1)
-        tell("halfway")
-        go_on.wait(20)
-        return f"result {len(begun)}"
-
-    for _ in range(3):
-        assert beside.get("kind", "a", compute, stale=False) == (None, "halfway")
-    go_on.set()
-    while beside.result("kind") is None:
-        time.sleep(0.01)
-    assert beside.get("kind", "a", compute, stale=False) == ("result 1", "")
-    assert beside.get("kind", "b", compute, stale=True) == ("result 1", "")  # while it trains, the last will do
-    assert beside.get("kind", "b", compute, stale=False)[0] in (None, "result 2")
-    while beside.result("kind") != "result 2":
-        time.sleep(0.01)
-
-    def fail(tell: Any) -> None:
-        raise ValueError("this went wrong")
-
-    monkeypatch.setattr(beside_module, "PATIENCE", 20)
-    for _ in range(2):
-        with pytest.raises(UserError, match="this went wrong"):
-            beside.get("other", "a", fail, stale=False)
-
-
-def test_what_takes_long_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside_module, "PATIENCE", 0.05)
-    beside = Beside()
-
-    def compute(tell: Any) -> None:
-        while True:
-            tell("on and on")
-            time.sleep(0.01)
-
-    beside.get("kind", "a", compute, stale=False)
-    before = threading.active_count()
-    beside.stop()
-    deadline = time.monotonic() + 20
-    while threading.active_count() >= before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # --- Edits ------------------------------------------------------------------------------------------------------
