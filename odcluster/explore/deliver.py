@@ -76,7 +76,10 @@ def deliver_clusters(run: Run, source: Source, labels: Labels, similarities: Sim
         verdict = "settled" if last["change"] < 0.1 else "still moving: more epochs would settle them"
         sentences.append(f"{last['change']:.1%} of the labels changed per step at the end ({verdict})")
     if unseen := int((labels < 0).sum()):
-        sentences.append(f"{unseen:,} images could not be used and belong to no cluster (bad_images.csv)")
+        left_out = "1 image could not be used and belongs"
+        if unseen > 1:
+            left_out = f"{unseen:,} images could not be used and belong"
+        sentences.append(f"{left_out} to no cluster (bad_images.csv)")
     truth = source.manifest.labels
     if truth is not None and np.any((truth >= 0) & (labels >= 0)):
         sentences.append(f"agreement with the labels that came with the images: NMI {nmi(labels, truth):.3f}")

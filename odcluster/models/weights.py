@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -126,6 +127,7 @@ def fetch_timm_weights(name: str, tag: str | None) -> Checkpoint:
     if tag and tag not in tags:
         raise UserError(f"timm has no weights {tag} for {architecture}; it has {', '.join(tags)}.")
     full_name = f"{architecture}.{tag}" if tag else architecture
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # a line per attempt says nothing that ours does not
     try:
         network = compat.timm.create_model(full_name, pretrained=True, num_classes=0)
     except Exception as error:  # no connection, no such file, no space, a gate: all end here

@@ -32,6 +32,10 @@ FEW_FOR_FINE = 20_000
 """Below this, fine clusters have 10 images each."""
 
 
+LIGHT_PRETRAINED, PRETRAINED = "tf_efficientnet_lite0", "resnet50"
+"""What `--weights timm` alone means on a CPU (0.4 GMACs: the one that docs/recipe.md measures) and elsewhere."""
+
+
 class Choices:
     """A configuration that is being completed, and what was chosen for it: (option, value, reason)."""
 
@@ -41,6 +45,10 @@ class Choices:
 
     def choose(self, option: str, value: Any, reason: str) -> None:
         self.set(option, value)
+        self.tell(option, value, reason)
+
+    def tell(self, option: str, value: Any, reason: str) -> None:
+        """What stays as it is, but should be known of."""
         self.made.append((option, value, reason))
 
     def set(self, option: str, value: Any) -> None:
@@ -65,7 +73,11 @@ def resolve(config: Config, source: Source, device: torch.device) -> tuple[Confi
 def resolve_start(choices: Choices, count: int, device: torch.device) -> None:
     """With weights: whose backbone, and whether it is trained."""
     config = choices.config
-    if config.backbone is None and config.weights and (described := describe_weights(config.weights)):
+    if config.backbone is None and config.weights == "timm":
+        light = device.type == "cpu"
+        reason = "timm has weights for it" + (", and it is quick on a CPU" if light else "")
+        choices.choose("backbone", LIGHT_PRETRAINED if light else PRETRAINED, reason)
+    elif config.backbone is None and config.weights and (described := describe_weights(config.weights)):
         choices.choose("backbone", described["architecture"], "that of the weights")
     if config.fine_tuning.frozen and (config.weights is None or config.method != "odc"):
         raise UserError("--frozen True is for ODC from weights that know something: give --weights, or leave it out")
@@ -82,6 +94,8 @@ def resolve_sizes(choices: Choices, source: Source, device: torch.device) -> Non
     step = fixed_size_step(config.backbone) if config.backbone is not None else None
     if config.image_size is None:
         size, reason = choose_image_size(source, device)
+        if size > SMALL_IMAGE and config.method == "odc" and config.weights is None:
+            choices.tell("weights", "none", "photos profit much from some: --weights FILE, or timm to download them")
         if size > SMALL_IMAGE and device.type == "cpu" and not (config.backbone or config.weights):
             size, reason = SMALL_IMAGE, "photos on a CPU: a small network that takes many steps learns most"
         if config.fine_tuning.frozen and (expected := expected_size(config)) > size:

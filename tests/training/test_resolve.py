@@ -60,6 +60,22 @@ def test_a_backbone_for_photos_sees_them_larger():
     assert (on_gpu.backbone, on_gpu.image_size) == ("resnet50", 224)
 
 
+def test_photos_without_weights_are_told_what_weights_would_do():
+    _, chosen = resolve(odc_small(), array(100, side=90), CPU)
+    assert ("weights", "none") in [made[:2] for made in chosen]
+    for config, side in ((odc_small(), 32), (changed(odc_small(), weights="timm"), 90)):
+        assert "weights" not in [name for name, _, _ in resolve(config, array(100, side=side), CPU)[1]]
+
+
+@pytest.mark.parametrize("side", [32, 90])
+def test_weights_of_timm_bring_a_backbone_at_its_own_size(side):
+    config, _ = resolve(changed(odc_small(), weights="timm"), array(100, side=side), CPU)
+    assert (config.backbone, config.image_size) == ("tf_efficientnet_lite0", 224)
+    assert config.fine_tuning.frozen
+    on_gpu, _ = resolve(changed(odc_small(), weights="timm"), array(100, side=side), torch.device("cuda"))
+    assert (on_gpu.backbone, on_gpu.image_size) == ("resnet50", 224)
+
+
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_too_few_images_are_refused_with_the_number_needed(count):
     with pytest.raises(UserError, match="image"):
