@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from odcluster.clustering.kmeans import kmeans
+from odcluster.config import Augmentation
 from odcluster.data.order import batch_ids, epoch_order
 from odcluster.data.sources import open_source
 from odcluster.data.views import apply_view, draw_views
@@ -68,6 +69,7 @@ class Trial:
     smallest_crop: float = 0.2  # share of the image
     turned: float = 2.0  # degrees, at most
     colour: float = 1.0  # times the default's jitter
+    first_colour: float = 0.0  # that of the first view, where it is another, which is then never grey
     batch: int = 128  # images
     views: int = 2  # of each; with more, each is told by the mean of the others
     straight: bool = False  # the rate falls along a line, not a cosine
@@ -102,6 +104,8 @@ TRIALS: dict[str, Trial] = {
     "muon 0.05, crops from 8 %": Trial(smallest_crop=0.08, **BEST),
     "muon 0.05, not turned": Trial(turned=0.0, **BEST),
     "muon 0.05, stronger colours": Trial(colour=1.75, **BEST),
+    "muon 0.05, weaker colours": Trial(colour=0.5, **BEST),
+    "muon 0.05, one view with weaker colours": Trial(first_colour=0.25, **BEST),
     "muon 0.05, 64 images in four views": Trial(views=4, batch=64, **BEST),
     "muon 0.05, 32 images in eight views": Trial(views=8, batch=32, **BEST),
     "muon 0.05, batches of 256": Trial(batch=256, **BEST),
@@ -244,6 +248,12 @@ def go_on(network: Network, memories: Memories, run: Path) -> None:
     memories.first_clusters()
 
 
+def coloured(augmentation: Augmentation, strength: float) -> Augmentation:
+    """With so many times its changes of colour."""
+    names = ("brightness", "contrast", "saturation", "hue")
+    return dataclasses.replace(augmentation, **{name: strength * getattr(augmentation, name) for name in names})
+
+
 def train(trial: Trial, images: np.ndarray, seconds: float, start: Path | None = None) -> tuple[Backbone, int]:
     torch.manual_seed(trial.seed)
     optimisers.ITERATIONS = trial.iterations
@@ -252,12 +262,12 @@ def train(trial: Trial, images: np.ndarray, seconds: float, start: Path | None =
         go_on(network, memories, start)
     optimiser = make_optimiser(network, trial.algorithm, trial.lr, trial.weight_decay)
     usual = odc_small().augmentation
-    whole = dataclasses.replace(
-        usual,
-        crop_scale=(trial.smallest_crop, 1.0),
-        rotation=trial.turned,
-        **{name: trial.colour * getattr(usual, name) for name in ("brightness", "contrast", "saturation", "hue")},
+    whole = coloured(
+        dataclasses.replace(usual, crop_scale=(trial.smallest_crop, 1.0), rotation=trial.turned), trial.colour
     )
+    wholes = [whole] * trial.views
+    if trial.first_colour:
+        wholes[0] = dataclasses.replace(coloured(whole, trial.first_colour), grey=0.0)
     part = dataclasses.replace(whole, crop_scale=(0.05, 0.35))
     mean, std = (255 * torch.tensor(v).view(1, 3, 1, 1) for v in (network.backbone.mean, network.backbone.std))
 
@@ -275,7 +285,7 @@ def train(trial: Trial, images: np.ndarray, seconds: float, start: Path | None =
             order = epoch_order(trial.seed, epoch, len(images))
         chosen = batch_ids(order, position, trial.batch)
         ids, size = torch.from_numpy(chosen), 24 if progress > 1 - trial.late else trial.crop
-        groups = [torch.cat([seen(chosen, epoch, view, size, whole) for view in range(trial.views)])]
+        groups = [torch.cat([seen(chosen, epoch, view, size, wholes[view]) for view in range(trial.views)])]
         if trial.small_crops:
             numbers = range(trial.views, trial.views + trial.small_crops)
             groups += [torch.cat([seen(chosen, epoch, view, 16, part) for view in numbers])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -119,14 +119,12 @@ def write_means(axes: Axes, scores: Sequence[Sequence[Values]]) -> None:
 
 def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Mapping[str, float]], y_label: str) -> None:
     """A group of bars per name on the axis, a bar per series, each with its number where there is room."""
-    from odcluster.evaluation.plots import PALETTE
-
-    step = 0.84 / len(series)
+    step, colours = 0.84 / len(series), colours_of(series)
     written = len(groups) * len(series) <= MOST_NUMBERS
     for number, (name, values) in enumerate(series.items()):
         places = [x + (number - (len(series) - 1) / 2) * step for x, group in enumerate(groups) if group in values]
         heights = [values[group] for group in groups if group in values]
-        axes.bar(places, heights, step * 0.9, color=PALETTE[number % len(PALETTE)], label=name, zorder=3)
+        axes.bar(places, heights, step * 0.9, color=colours[name], label=name, zorder=3)
         for x, y in zip(places, heights, strict=True):
             if written:
                 axes.annotate(f"{y:.1f}", (x, y), (0, 3), textcoords="offset points", ha="center", fontsize=7.5)
@@ -137,18 +135,16 @@ def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Mapping[str, fl
 
 def profiles(axes: Axes, places: Sequence[str], lines: Mapping[str, Mapping[str, float]], y_label: str) -> None:
     """A line per name over the places, with its name and last number at its end; untrained and labels dashed."""
-    from odcluster.evaluation.plots import MUTED, PALETTE
-
-    drawn = 0
     ends: list[tuple[float, str, str]] = []
+    colours = colours_of(lines)
     for name, values in lines.items():
         at = [x for x, place in enumerate(places) if place in values]
         heights = [values[places[x]] for x in at]
-        reference = name == "labels" or name.startswith("untrained")
-        colour = MUTED if reference else PALETTE[drawn % len(PALETTE)]
-        drawn += not reference
+        colour = colours[name]
         width = 2.2 if name.startswith("ODC") else 1.3
-        axes.plot(at, heights, "--" if reference else "-", color=colour, linewidth=width, marker="o", markersize=3)
+        axes.plot(
+            at, heights, "--" if is_reference(name) else "-", color=colour, linewidth=width, marker="o", markersize=3
+        )
         ends.append((heights[-1], f"{name} {heights[-1]:.1f}", colour))
     axes.set_xticks(range(len(places)), places)
     last, room = len(places) - 1, len(places)
@@ -160,6 +156,20 @@ def profiles(axes: Axes, places: Sequence[str], lines: Mapping[str, Mapping[str,
     for y, (height, text, colour) in zip(names_at, sorted(ends), strict=True):
         place, arrow = (last + 0.04 * room, y), {**line, "color": colour}
         axes.annotate(text, (last, height), place, color=colour, fontsize=8, va="center", arrowprops=arrow)
+
+
+def is_reference(name: str) -> bool:
+    """Whether it is what systems are compared with rather than one of them."""
+    return name == "labels" or name.startswith("untrained")
+
+
+def colours_of(names: Collection[str]) -> dict[str, str]:
+    """A colour per system, the same in all panels of a page that have the same ones; references are grey."""
+    from odcluster.evaluation.plots import GREY, MUTED, PALETTE
+
+    greys = {name: MUTED if name == "labels" else GREY for name in names if is_reference(name)}
+    systems = [name for name in names if name not in greys]
+    return greys | {name: PALETTE[number % len(PALETTE)] for number, name in enumerate(systems)}
 
 
 def apart(heights: Values, gap: float) -> list[float]:

@@ -48,7 +48,9 @@ def summarise(found: Found) -> dict[str, Any]:
 
 
 def draw(study: Study, summary: dict[str, Any], found: Found, directory: Path) -> list[Path]:
-    rows = summary["mAP"]
+    found_rows = summary["mAP"]
+    order = sorted(found_rows, key=lambda row: (row == "labels", not row.startswith("untrained")))  # these two outside
+    rows = {row: found_rows[row] for row in order}
     names = {"svm": "all labels", "lowshot": "few labels"}
     series = {row: {names[task]: float(np.mean(cells[task])) for task in TASKS} for row, cells in rows.items()}
     shots = {row: cells["per shot"][0] for row, cells in rows.items()}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
-from odcluster.studies.drawing import apart, of_seeds, profiles
+from odcluster.studies.drawing import apart, bars, of_seeds, profiles
 
 
 def test_names_far_enough_from_one_another_stay_where_they_are() -> None:
@@ -40,3 +41,17 @@ def test_every_line_has_its_name_and_last_number_and_references_are_dashed() -> 
 
 def test_a_picture_of_one_seed_speaks_of_no_mean() -> None:
     assert (of_seeds((3,)), of_seeds((0, 1))) == ("seed 3", "means over 2 seeds")
+
+
+def test_a_system_has_one_colour_in_bars_and_lines_and_references_have_none() -> None:
+    rows = {"untrained": {"a": 1.0}, "Rotation": {"a": 2.0}, "labels": {"a": 4.0}, "ODC": {"a": 3.0}}
+    above, below = (Figure().add_subplot() for _ in range(2))
+    bars(above, ["a"], rows, "mAP, %")
+    profiles(below, ["a"], rows, "mAP, %")
+    filled = dict(zip(rows, [container.patches[0].get_facecolor() for container in above.containers], strict=True))
+    drawn = dict(zip(rows, [to_rgba(line.get_color()) for line in below.lines], strict=True))
+    assert filled == drawn
+    assert len(set(filled.values())) == len(rows)
+    for name in ("untrained", "labels"):
+        red, _, blue, _ = filled[name]
+        assert abs(red - blue) < 0.1  # a grey
