@@ -37,7 +37,7 @@ from odcluster.errors import DataError, Interrupted, InUse, UserError
 from odcluster.evaluation.results import Result, json_text, library_versions, read_results
 from odcluster.judge import evaluate
 from odcluster.recipes import recipe
-from odcluster.studies.catalogue import STUDIES, hours
+from odcluster.studies.catalogue import STUDIES, effort
 from odcluster.studies.places import Place, find_places
 from odcluster.studies.plan import DataName, Found, Images, Judgement, Plan, Study, Trained, Training
 from odcluster.training.console import Console, duration
@@ -169,7 +169,7 @@ class Worker:
     def carry_out(self, study: Study, plan: Plan, seeds: tuple[int, ...]) -> Found:
         """Do every part, or see it done by other processes."""
         self.console.say(f"{study.name}: {study.shows}", style="bold")
-        self.console.say(f"{plan.budget}; {len(plan.trainings)} trainings, {hours(plan)} on two idle cores")
+        self.console.say(f"{plan.budget}; {effort(plan)}")
         left = plan.parts()
         with StopFlag() as stop:
             while left:
@@ -364,10 +364,10 @@ def describe(study: Study, plan: Plan, given: Reproduction, seeds: tuple[int, ..
     lines = [
         f"{study.name} at {given.scale} scale: {study.shows}",
         f"the paper: {study.paper}",
-        f"{plan.budget}; seeds {', '.join(map(str, seeds))}; {hours(plan)} on two idle cores",
+        f"{plan.budget}; seeds {', '.join(map(str, seeds))}; {effort(plan)}",
         f"images: {', '.join(plan.needs())}",
         "",
-        f"{len(plan.trainings)} trainings:",
+        "trainings:",
     ]
     for training in plan.trainings:
         chosen = {key: value for key, value in settings(training.config).items() if key != "seed"}
@@ -376,7 +376,7 @@ def describe(study: Study, plan: Plan, given: Reproduction, seeds: tuple[int, ..
         time = "" if minutes is None else f", about {minutes:.0f} minutes"
         lines.append(f"  {training.name}{start}: {training.images.part or training.images.of}{time}")
         lines.append("    " + ", ".join(f"{key} {value}" for key, value in chosen.items()))
-    lines.append(f"{len(plan.judgements)} judgements:")
+    lines.append("judgements:")
     for judgement in plan.judgements:
         options = ", ".join(f"{key} {value}" for key, value in judgement.options.items())
         lines.append(f"  {judgement.name}: {judgement.task}{f' ({options})' if options else ''}")

@@ -34,7 +34,7 @@ STUDIES: dict[str, Study] = {
 def listing() -> str:
     """What each study shows, what it takes, and how long on two cores."""
     lines = [
-        "Studies of the paper. --scale small, with the seeds it takes by default; hours on two idle CPU cores:",
+        "Studies of the paper. --scale small, with the seeds it takes by default:",
         "",
     ]
     for study in STUDIES.values():
@@ -42,7 +42,7 @@ def listing() -> str:
         lines += [
             f"  {study.name:16} {study.shows}",
             f"  {'':16} the paper: {study.paper}",
-            f"  {'':16} {len(plan.trainings)} trainings, {hours(plan)}; {', '.join(plan.needs())}",
+            f"  {'':16} {effort(plan)}; {', '.join(plan.needs())}",
             "",
         ]
     lines += [
@@ -54,9 +54,11 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def hours(plan: Plan) -> str:
-    """About how long, in words."""
-    minutes = plan.minutes()
+def effort(plan: Plan) -> str:
+    """How many trainings, and about how long with their judgements, in words."""
+    count, minutes = len(plan.trainings), plan.minutes()
+    trainings = f"{count} training{'s' if count > 1 else ''}"
     if minutes is None:
-        return "days on several GPUs"
-    return f"about {minutes:.0f} minutes" if minutes < 90 else f"about {minutes / 60:.1f} hours"
+        return f"{trainings}, days on several GPUs"
+    time = f"{minutes:.0f} minutes" if minutes < 90 else f"{minutes / 60:.1f} hours"
+    return f"{trainings}, about {time} on two idle cores"

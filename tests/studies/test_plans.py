@@ -15,7 +15,7 @@ from odcluster.data.sources import Manifest
 from odcluster.errors import DataError
 from odcluster.judge import check_options
 from odcluster.recipes import recipe
-from odcluster.studies.catalogue import STUDIES, listing
+from odcluster.studies.catalogue import STUDIES, effort, listing
 from odcluster.studies.clusters import choose
 from odcluster.studies.plan import Judgement, Plan, Study, Training
 from odcluster.studies.settings import draw_classes, draw_long_tail, draw_uniformly, long_tail_sizes
@@ -38,6 +38,13 @@ def test_all_studies_are_there():
         assert name == study.name
         assert name in said
         assert study.shows in said
+
+
+def test_the_effort_is_told_in_words():
+    plans = {(study.name, scale): study.plan(scale, (0,)) for study in STUDIES.values() for scale in SCALES}
+    assert effort(plans["clusters", "small"]) == "1 training, about 20 minutes on two idle cores"
+    assert effort(plans["table-linear", "small"]).startswith("7 trainings, about ")
+    assert effort(plans["stability", "paper"]) == "2 trainings, days on several GPUs"
 
 
 @pytest.mark.parametrize(("study", "scale", "plan"), every_plan(), ids=lambda value: getattr(value, "name", None))
