@@ -55,6 +55,7 @@ def benchmarks(given: argparse.Namespace) -> list[Benchmark]:
         Benchmark("kmeans", packages=("faiss",)),
         Benchmark("step"),
         Benchmark("training", images, packages=("lightly",)),
+        Benchmark("busy"),
         Benchmark("startup"),
         Benchmark("explore"),
         Benchmark(

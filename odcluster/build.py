@@ -23,6 +23,7 @@ from odcluster.methods.labels import Labels
 from odcluster.methods.odc import ODC
 from odcluster.methods.rotation import Rotation
 from odcluster.models.backbones import Backbone, check_takes, create_backbone, freeze_stages
+from odcluster.models.convolutions import share_weight_gradients
 from odcluster.models.weights import describe_weights, load_backbone_weights
 from odcluster.ranks import SINGLE, Ranks, local_ranks
 from odcluster.training import checkpoint
@@ -63,6 +64,8 @@ def build_method(
     method = synchronise_norms(ranks, METHODS[config.method](backbone, num_samples, config, ranks), device)
     if config.running.compile:
         backbone.compile()
+    elif device.type == "cpu" and config.running.precision == "bfloat16":
+        share_weight_gradients(backbone)
     if config.running.deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -62,6 +62,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if given[0] not in VERBS:
         fail(f"there is no verb {given[0]!r}{nearest(given[0], list(VERBS))}; `odcluster --help` lists them", 2)
     choose_ranks(given[0])
+    wait_asleep()
     try:
         VERBS[given[0]](given[1:])
     except UserError as error:
@@ -89,6 +90,16 @@ def choose_ranks(verb: str) -> None:
         if os.environ.get("RANK", "0") != "0":
             sys.exit(0)
         os.environ["WORLD_SIZE"] = "1"
+
+
+def wait_asleep() -> None:
+    """Threads of torch that wait for others sleep after a moment, where they would spin for milliseconds.
+
+    Spinning threads take the cores from those that are waited for as soon as other programs run too: a training step
+    took three times as long (benchmarks/busy.py), and on an idle machine it is no faster.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported
 
 
 def fail(sentence: str, code: int) -> NoReturn:

@@ -36,6 +36,24 @@ def refused(capsys, code: int, *words: str) -> str:
     return errors
 
 
+def waiting(**given: str) -> list[str]:
+    """What a process that has begun a verb says of how threads wait, and whether torch was there before."""
+    script = (
+        "import os, sys; from odcluster import cli\n"
+        "cli.VERBS['info'] = lambda words: print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)\n"
+        "cli.main(['info'])"
+    )
+    plain = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", script], env=plain | given, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_waiting_threads_sleep_unless_the_user_says_otherwise():
+    assert waiting() == ["1000", "False"], "it must be set before torch is imported"
+    assert waiting(GOMP_SPINCOUNT="7") == ["7", "False"]
+    assert waiting(OMP_WAIT_POLICY="active") == ["None", "False"]
+
+
 def test_train_then_resume_says_it_is_done(capsys, image_folder, tmp_path):
     code, _, errors = run(capsys, "train", str(image_folder), "--out", str(tmp_path / "run"), *OPTIONS)
     assert code == 0, errors

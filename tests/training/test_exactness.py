@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_runs import TINY, metrics_without_timings, state_hash
 
 import odcluster
@@ -97,6 +98,29 @@ def test_stopped_at_every_step_and_resumed(method, references, image_folder, tmp
             assert sittings < 60
     assert sittings >= 3
     same(run, reference)
+
+
+def test_half_precision_on_two_threads_resumes_to_the_same_bits(image_folder, tmp_path, monkeypatch):
+    """With more than one thread, convolutions compute their weight gradients by shares of the batch."""
+    options = {**TINY, "precision": "bfloat16"}
+    polls = {"left": 40}  # well into the training
+    plain_poll = StopFlag.poll
+
+    def poll(self):
+        polls["left"] -= 1
+        if polls["left"] == 0:
+            raise Interrupted("stopped as asked")
+        plain_poll(self)
+
+    torch.set_num_threads(2)
+    try:
+        reference = odcluster.train(image_folder, out=tmp_path / "whole", quiet=True, **options)
+        monkeypatch.setattr(StopFlag, "poll", poll)
+        with pytest.raises(Interrupted):
+            odcluster.train(image_folder, out=tmp_path / "run", quiet=True, **options)
+        same(odcluster.resume(tmp_path / "run", quiet=True), reference)
+    finally:
+        torch.set_num_threads(1)
 
 
 KILLED = """
