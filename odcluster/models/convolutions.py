@@ -2,8 +2,8 @@
 
 oneDNN spreads the weight gradient of a bfloat16 convolution over all threads, which wait for each other in a loop that
 never sleeps. Where another program has one of the cores, the rest burn their time waiting: a training step then takes
-several times as long as that program accounts for (docs/performance.md). Here each thread computes the gradient of its
-share of the batch by itself, and the shares are added in float32.
+half as long again, at times 50 times as long (benchmarks/busy.py). Here each thread computes the gradient of its share
+of the batch by itself, and the shares are added in float32; on an idle machine that takes as long.
 
 Promises: torch's gradients but for rounding; the same bits for the same number of threads. What is not a plain
 convolution (another class, padding other than with zeros) is left as it is.
