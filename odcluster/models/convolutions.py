@@ -6,7 +6,8 @@ half as long again, at times 50 times as long (benchmarks/busy.py). Here each th
 of the batch by itself, and the shares are added in float32; on an idle machine that takes as long.
 
 Promises: torch's gradients but for rounding; the same bits for the same number of threads. What is not a plain
-convolution (another class, padding other than with zeros) is left as it is.
+convolution (another class, padding other than with zeros) is left as it is, and so is what would only lose: many
+weights, which oneDNN shares out without waiting; 1x1 and depthwise convolutions, whose steps got no faster.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+MOST_WEIGHTS = 400_000
+"""Of one convolution: with more, adding up the shares costs more than waiting does (ResNets, two cores)."""
+
 
 class SharedConv2d(nn.Conv2d):
     """nn.Conv2d under bfloat16 autocast on a CPU; in every other case what it always was."""
@@ -30,15 +34,20 @@ class SharedConv2d(nn.Conv2d):
         learns = torch.is_grad_enabled() and self.weight.requires_grad and torch.is_autocast_enabled("cpu")
         if not learns or torch.get_num_threads() == 1:
             return super().forward(input)
-        layout = (self.stride, self.padding, self.dilation, self.groups)
+        layout = (self.stride, self.padding, self.dilation)
         return cast(Tensor, _Convolution.apply(input.bfloat16(), self.weight, self.bias, layout))
 
 
 def share_weight_gradients(network: nn.Module) -> None:
-    """Let every plain convolution of the network compute its weight gradient by shares of the batch."""
+    """Let the convolutions of the network that gain by it compute their weight gradients by shares of the batch."""
     for module in network.modules():
-        if type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str):
+        if type(module) is nn.Conv2d and _gains(module):
             module.__class__ = SharedConv2d
+
+
+def _gains(layer: nn.Conv2d) -> bool:
+    plain = layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return plain and max(layer.kernel_size) > 1 and layer.weight.numel() <= MOST_WEIGHTS
 
 
 class _Convolution(torch.autograd.Function):
@@ -70,10 +79,10 @@ class _Convolution(torch.autograd.Function):
 
 def _gradients(gradient: Tensor, x: Tensor, weight: Tensor, layout: tuple[Any, ...], which: int) -> Tensor:
     """With respect to the images (0) or the weights (1)."""
-    stride, padding, dilation, groups = layout
+    stride, padding, dilation = layout
     wanted = [which == 0, which == 1, False]
     found = torch.ops.aten.convolution_backward(
-        gradient, x, weight, None, stride, padding, dilation, False, [0, 0], groups, wanted
+        gradient, x, weight, None, stride, padding, dilation, False, [0, 0], 1, wanted
     )
     return cast(Tensor, found[which])
 

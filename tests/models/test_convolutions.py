@@ -40,10 +40,10 @@ def gradients(layer: nn.Module, x: Tensor, dtype: torch.dtype | None = torch.bfl
     [
         nn.Conv2d(6, 8, 3, padding=1),
         nn.Conv2d(6, 8, 3, stride=2, padding=(1, 0), bias=False),
-        nn.Conv2d(6, 12, 3, padding=2, dilation=2, groups=3),
-        nn.Conv2d(6, 8, 1, bias=False),
+        nn.Conv2d(6, 12, 3, padding=2, dilation=2),
+        nn.Conv2d(6, 8, (1, 5), bias=False),
     ],
-    ids=["plain", "strided", "grouped", "1x1"],
+    ids=["plain", "strided", "dilated", "not square"],
 )
 @pytest.mark.parametrize("batch", [1, 5, 8])
 def test_gradients_are_those_of_torch(layer, batch, threads):
@@ -84,7 +84,12 @@ def test_frozen_weights_and_images_get_no_gradient(threads):
 
 def test_other_convolutions_are_left_alone():
     others = nn.Sequential(
-        nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"), nn.Conv2d(3, 3, 3, padding="same"), nn.Conv1d(3, 3, 3)
+        nn.Conv2d(3, 3, 3, padding=1, padding_mode="reflect"),
+        nn.Conv2d(3, 3, 3, padding="same"),
+        nn.Conv1d(3, 3, 3),
+        nn.Conv2d(6, 6, 3, groups=6),
+        nn.Conv2d(6, 6, 1),
+        nn.Conv2d(256, 256, 3),
     )
     share_weight_gradients(others)
     assert not any(isinstance(layer, SharedConv2d) for layer in others)
