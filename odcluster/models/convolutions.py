@@ -77,6 +77,7 @@ class _Convolution(torch.autograd.Function):
         return of_x, of_weight, of_bias, None
 
 
+@torch.no_grad()  # gradients are on in every new thread
 def _gradients(gradient: Tensor, x: Tensor, weight: Tensor, layout: tuple[Any, ...], which: int) -> Tensor:
     """With respect to the images (0) or the weights (1)."""
     stride, padding, dilation = layout
