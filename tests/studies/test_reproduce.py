@@ -233,6 +233,10 @@ def test_several_processes_share_the_work_and_do_nothing_twice(study_data, tmp_p
 
         def noted(original):
             def do(self, part, path):
+                (tmp_path / f"begun-{os.getpid()}").touch()
+                until = time.monotonic() + 60  # each holds a part until the other has one too
+                while len(list(tmp_path.glob("begun-*"))) < 2 and time.monotonic() < until:
+                    time.sleep(0.05)
                 original(self, part, path)
                 with (tmp_path / "done.txt").open("a") as file:  # one write, so lines stay whole
                     file.write(f"{os.getpid()} {part.name}\n")
