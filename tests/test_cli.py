@@ -54,6 +54,15 @@ def test_waiting_threads_sleep_unless_the_user_says_otherwise():
     assert waiting(OMP_WAIT_POLICY="active") == ["None", "False"]
 
 
+def test_the_library_of_threads_hears_of_it():
+    plain = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    command = [sys.executable, "-m", "odcluster", "info"]
+    shown = subprocess.run(command, env=plain | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True).stderr
+    if "GOMP_SPINCOUNT" not in shown:
+        pytest.skip("torch's threads are not libgomp's here")
+    assert "GOMP_SPINCOUNT = '1000'" in shown
+
+
 def test_train_then_resume_says_it_is_done(capsys, image_folder, tmp_path):
     code, _, errors = run(capsys, "train", str(image_folder), "--out", str(tmp_path / "run"), *OPTIONS)
     assert code == 0, errors
