@@ -96,7 +96,7 @@ def wait_asleep() -> None:
     """Threads of torch that wait for others sleep after a moment, where they would spin for milliseconds.
 
     As soon as other programs run too, spinning threads take the cores from those that are waited for: a training step
-    took half as long again, at times 50 times as long. On an idle machine nothing is gained by it (benchmarks/busy.py).
+    took half as long again, at times five times as long. On an idle machine spinning gains nothing: benchmarks/busy.py.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported

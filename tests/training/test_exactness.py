@@ -14,6 +14,7 @@ from tiny_runs import TINY, metrics_without_timings, state_hash
 
 import odcluster
 from odcluster.errors import Interrupted
+from odcluster.models import convolutions
 from odcluster.training import checkpoint
 from odcluster.training.devices import StopFlag
 
@@ -113,8 +114,10 @@ def test_half_precision_on_two_threads_resumes_to_the_same_bits(image_folder, tm
         plain_poll(self)
 
     torch.set_num_threads(2)
+    convolutions._crew.cache_clear()
     try:
         reference = odcluster.train(image_folder, out=tmp_path / "whole", quiet=True, **options)
+        assert convolutions._crew.cache_info().misses == 1, "nothing was shared out"
         monkeypatch.setattr(StopFlag, "poll", poll)
         with pytest.raises(Interrupted):
             odcluster.train(image_folder, out=tmp_path / "run", quiet=True, **options)
